@@ -8,8 +8,10 @@ import functools
 
 import pytest
 
-from harness.agent.leaderless import LOOK_EVERY_S, LimitsKeeper
+from harness.agent.leaderless import LOOK_EVERY_S, Leaderless, LimitsKeeper
+from harness.agent.run_state import RunState
 from harness.bucket.layout import LIMITS_KEY
+from harness.bucket.lease import Lease
 from harness.bucket.limits import AttemptPrice, RunLimits, run_limits
 from harness.controller.allowance import LimitsWriter
 from harness.controller.bounds import RunSpec
@@ -18,6 +20,7 @@ from harness.core.values import BadObject
 from harness.core.world import Node, NodeState, Offer
 from harness.proof.invariants import Violation
 from harness.proof.sim_money import MoneyWeather, spend
+from harness.proof.sim_world import VirtualClock
 from storage.files import MemoryStore
 
 OFFER = Offer(60.0, "aws/us-east-1/p5")
@@ -32,6 +35,9 @@ LIMITS = RunLimits(
 )
 
 
+NOBODY = Leaderless(0.0, term=1, still_s=3600.0)
+
+
 # ---- the simulation ------------------------------------------------------------------------------
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_no_budget_is_overshot_and_nothing_is_left(first: int) -> None:
@@ -44,7 +50,7 @@ def test_no_budget_is_overshot_and_nothing_is_left(first: int) -> None:
 class Careless(LimitsKeeper):
     """Trains on."""
 
-    def see(self, now: float, found: RunLimits | None) -> str:
+    def see(self, now: float, found: RunLimits | None, lease: Leaderless) -> str:
         return ""
 
 
@@ -71,7 +77,7 @@ def test_a_reserve_that_is_too_small_is_found() -> None:
 def kept(keeper: LimitsKeeper, limits: RunLimits | None, until_s: float, at_s: float = 0.0) -> float:
     """When it leaves, if it looks once a minute; -1: not until then."""
     while at_s <= until_s:
-        if keeper.see(at_s, limits):
+        if keeper.see(at_s, limits, NOBODY):
             return at_s
         at_s += LOOK_EVERY_S
     return -1.0
@@ -81,7 +87,7 @@ def test_a_node_leaves_before_the_budget_is_spent_when_nobody_writes_limits_any_
     keeper = LimitsKeeper()
     for minute in range(10):  # somebody leads: nothing is done, whatever is spent
         led = dataclasses.replace(LIMITS, version=minute + 1, spent_usd=99.0)
-        assert keeper.see(minute * 60.0, led) == ""
+        assert keeper.see(minute * 60.0, led, NOBODY) == ""
     last = dataclasses.replace(LIMITS, version=20)
     # 40 USD are spent, 16 are held back: 44 USD pay for 22 minutes of both
     left_s = kept(keeper, last, 7200.0, at_s=600.0)
@@ -98,13 +104,13 @@ def test_a_node_that_comes_when_nobody_leads_counts_its_launch() -> None:
 def test_hours_and_leaderless_minutes_are_kept(limit: dict[str, float], after_s: float) -> None:
     keeper = LimitsKeeper()
     limits = dataclasses.replace(LIMITS, budget_usd=None, **limit)  # type: ignore[arg-type]
-    keeper.see(0.0, dataclasses.replace(limits, version=0))
+    keeper.see(0.0, dataclasses.replace(limits, version=0), NOBODY)
     assert after_s - 2 * LOOK_EVERY_S <= kept(keeper, limits, 7200.0, at_s=60.0) <= after_s + 60.0
 
 
 def test_limits_of_an_old_term_and_silence_move_nothing() -> None:
     keeper = LimitsKeeper()
-    keeper.see(0.0, dataclasses.replace(LIMITS, term=2))
+    keeper.see(0.0, dataclasses.replace(LIMITS, term=2), NOBODY)
     late = dataclasses.replace(LIMITS, term=1, version=99, budget_usd=1e9)
     left_s = kept(keeper, late, 7200.0, at_s=60.0)
     assert 0.0 < left_s < 1320.0 and kept(keeper, None, left_s, at_s=left_s) == left_s
@@ -162,3 +168,33 @@ def test_a_run_without_limits_writes_none() -> None:
     store = MemoryStore("memory://limits", {})
     LimitsWriter(store, RunSpec(), term=1).tell(0.0, 0.0, lambda: 0.0, [], {})
     assert not store.list("")
+    store.put(LIMITS_KEY, LIMITS.encode())  # of an earlier launch
+    LimitsWriter(store, RunSpec(), term=2).tell(0.0, 0.0, lambda: 0.0, [], {})
+    found = run_limits(store)
+    assert found is not None and (found.term, found.budget_usd, found.left_s) == (2, None, None)
+    assert kept(LimitsKeeper(), found, 72_000.0) == -1.0
+
+
+def test_limits_of_a_term_before_the_one_that_leads_are_not_kept() -> None:
+    """A controller that knows of no such object leads the run."""
+    keeper, lease = LimitsKeeper(), Leaderless(0.0)
+    for minute in range(60):
+        lease.see(minute * 60.0, 2, str(minute).encode())
+        assert keeper.see(minute * 60.0, LIMITS, lease) == ""
+    for minute in range(60, 64):  # and then nobody does
+        lease.see(minute * 60.0, 2, b"still")
+        why = keeper.see(minute * 60.0, LIMITS, lease)
+    assert "budget of 100 USD is spent" in why
+
+
+def test_an_agent_hears_of_limits_that_nobody_keeps() -> None:
+    """What the agent asks once a minute, against a bucket."""
+    store, clock = MemoryStore("memory://limits", {}), VirtualClock()
+    lease = Lease(store, clock, "a controller that dies")
+    lease.acquire()
+    run = RunSpec(1, 1, budget_usd=100.0)
+    nodes = [Node(1, OFFER, NodeState.UP, asked_s=0.0, up_s=0.0)]
+    LimitsWriter(store, run, lease.term).tell(0.0, 0.0, lambda: 90.0, nodes, {"aws": (60.0, 400.0)})
+    seen = RunState(store, "m0001-x", 1, leaderless_s=0.0)
+    said = [why for minute in range(10) if (why := seen.unled(minute * 60.0))]
+    assert said and "its budget of 100 USD is spent" in said[0]

@@ -606,6 +606,55 @@ def beats(stage: Stage, attempt: int, until_s: float = 1e9, goodbye: bool = Fals
     beat()
 
 
+def test_a_member_that_nobody_intended_is_ended_and_nothing_is_launched_beside_it(
+    stage: Stage,
+) -> None:
+    """A controller that was overtaken launched it, and its fact was lost."""
+    elsewhere = Elsewhere(stage.cloud, {7})
+    stage.cloud.script = None
+    stage.cloud.launch(7, SPOT)
+    beats(stage, 7)
+    elsewhere.script = trains(lambda: stage)
+    outcome = stage.lead(RunSpec(lost_after_s=10.0), cloud=elsewhere)
+    assert not stage.cloud.alive and sorted(stage.cloud.all) == [7, 8]
+    told = [f.reason for f in stage.facts(Decided) if f.decision == "terminate"]
+    assert "attempt 7" in told
+    gone_s, asked_s = stage.cloud.all[7].gone_s, stage.cloud.all[8].asked_s
+    assert gone_s is not None and asked_s >= gone_s
+    assert (outcome.outcome, outcome.unproven) == ("done", (7,))
+    assert "attempts 7 (nobody's intent)" in outcome.reason
+
+
+class Denier(Cloud):
+    """Calls every node that is up gone, from `since_s` on, for `for_s`."""
+
+    since_s, for_s = 30.0, 60.0
+
+    def nodes(self) -> Sequence[Node]:
+        now = self.clock.now()
+        denies = self.since_s <= now < self.since_s + self.for_s
+        return [
+            dataclasses.replace(n, state=NodeState.GONE, gone_s=now, reason="preempted")
+            if denies and n.state is NodeState.UP and n.attempt == 1
+            else n
+            for n in super().nodes()
+        ]
+
+
+def test_a_node_that_the_cloud_calls_gone_and_that_beats_is_ended_and_billed(stage: Stage) -> None:
+    denier = Denier(stage.clock, None)
+    denier.all = stage.cloud.all
+    stage.clock.after(20.0, lambda: beats(stage, 1))
+    stage.clock.after(150.0, lambda: setattr(denier, "script", trains(lambda: stage)))
+    stage.clock.after(200.0, lambda: stage.store.put(STOP_KEY, b"enough"))
+    outcome = stage.lead(RunSpec(), cloud=denier)
+    assert outcome.outcome == "stopped" and not stage.cloud.alive
+    first = stage.cloud.all[1]
+    assert stage.store.list(f"{LEAVE}000001.json"), "it was asked through the bucket"
+    bill = [f for f in stage.facts(AttemptEnded) if f.attempt == 1][-1]
+    assert first.gone_s is not None and bill.gone_s == pytest.approx(first.gone_s, abs=30.0)
+
+
 def leaked(stage: Stage, *attempts: int) -> Elsewhere:
     """Nodes that another controller launched through another API server, and that train."""
     stage.cloud.script = None

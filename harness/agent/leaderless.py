@@ -43,17 +43,17 @@ class Leaderless:
     bound_s: float
     term: int = 0  # newest that was seen
     still_s: float = 0.0  # for so long its beat was seen to stand still
-    _beat: bytes | None = None
+    beat: bytes | None = None
     _looked_s: float = 0.0
 
     def see(self, now: float, term: int, beat: bytes) -> str:
         """The newest term (0: none) and its beat, as they are at `now` (s, by this node's own
         clock). Why the node is to leave, or ""."""
-        same = self._beat == beat and self.term == term
+        same = self.beat == beat and self.term == term
         self.still_s = (
             self.still_s + min(max(0.0, now - self._looked_s), COUNTED_S) if same else 0.0
         )
-        self.term, self._beat, self._looked_s = term, beat, now
+        self.term, self.beat, self._looked_s = term, beat, now
         if not term or beat == RELEASED or not self.bound_s or self.still_s < self.bound_s:
             return ""
         return (
@@ -71,9 +71,10 @@ class LimitsKeeper:
     read_s: float = 0.0  # it was not written before this
     _looked_s: float | None = None
 
-    def see(self, now: float, found: RunLimits | None) -> str:
+    def see(self, now: float, found: RunLimits | None, lease: Leaderless) -> str:
         """What lies in the bucket at `now` (s, by this node's own clock; None: nothing that can be
-        read, so the last that was read counts). Why the node is to leave, or ""."""
+        read, so the last that was read counts), and what was seen of the lease until now. Why the
+        node is to leave, or ""."""
         known = self.limits
         if found is not None and (
             known is None or (found.term, found.version) > (known.term, known.version)
@@ -83,6 +84,10 @@ class LimitsKeeper:
             self.limits, self.seen_s, self.read_s = found, now, before_s
         self._looked_s = now
         if self.limits is None or now - self.seen_s < max(MISSED * self.limits.every_s, STILL_S):
+            return ""
+        # by a controller that knows of no such object, or has not come to write its own
+        led = lease.term > self.limits.term and lease.still_s < STILL_S
+        if led and lease.beat != RELEASED:
             return ""
         return self._beyond(self.limits, now - self.read_s + LOOK_EVERY_S)
 

@@ -81,11 +81,9 @@ class RunState:
     def unled(self, now: float) -> str:
         """Why this node is to leave, if nobody has led the run for too long, or nobody keeps limits
         that are reached; ""."""
-        if why := self._limits.see(now, run_limits(self.store)):
-            return why
-        if not self._leaderless.bound_s:
-            return ""
-        return self._leaderless.see(now, *sign_of_life(self.store, self._leaderless.term))
+        lease = self._leaderless
+        why = lease.see(now, *sign_of_life(self.store, lease.term))
+        return self._limits.see(now, run_limits(self.store), lease) or why
 
     # ---- what we tell ----------------------------------------------------------------------------
     def tell_doubt(self, node: AgentState, doubtful: bool) -> None:

@@ -24,7 +24,8 @@ STARTING_S = 120.0
 
 @dataclass
 class LimitsWriter:
-    """Keeps `control/limits.json` up to date; writes nothing for a run without limits."""
+    """Keeps `control/limits.json` up to date; of a run without limits only that it has none, where
+    an earlier launch had some."""
 
     store: ObjectStore
     run: RunSpec
@@ -45,6 +46,11 @@ class LimitsWriter:
         `times`: by cloud, as `View.times`. Raises StoreError."""
         run, nodes = self.run, list(nodes)
         if run.budget_usd is None and run.max_hours is None and run.leaderless_s is None:
+            # an earlier launch may have left some
+            if not self.version and self.store.list(LIMITS_KEY):
+                none = RunLimits(self.term, 1, WRITE_EVERY_S, run.launch_s)
+                self.store.put(LIMITS_KEY, none.encode())
+            self.version = 1
             return
         there = frozenset((node.attempt, node.up_s is not None) for node in nodes)
         if there == self._open and now_s - self._written_s < WRITE_EVERY_S:

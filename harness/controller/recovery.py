@@ -166,6 +166,7 @@ class Loop:
     there: set[int] = field(default_factory=set)  # ... and says to be alive
     # attempts that it does not, and that beat in the bucket
     beating: set[int] = field(default_factory=set)
+    unknown: set[int] = field(default_factory=set)  # nobody's, and not yet seen to be silent
     late: dict[int, Node] = field(default_factory=dict)  # given up as lost, and seen to beat since
     listener: BeatListener = field(init=False)
     limits: LimitsWriter = field(init=False)
@@ -255,9 +256,10 @@ class Loop:
         now, book = self.world.clock.now(), self.book
         unshown = {n: node for n, node in book.open.items() if n not in self.shown}
         lost = book.given_up(now) | self.late.keys()
-        lost |= self.listener.strangers({*book.open, *book.ended}, now)
-        lost -= self.there | book.open.keys()
+        strangers = self.listener.strangers({*book.open, *book.ended}, now) - self.there
+        lost = (lost | strangers) - self.there - book.open.keys()
         heard = self.listener.listen({*unshown, *lost}, now)
+        self.unknown = strangers & self.listener.unsilent
         alive = {beat.attempt for beat in heard if not beat.silent(self.run.lost_after_s)}
         moved = {beat.attempt for beat in heard if beat.moved}
         self.beating = alive & moved & {*unshown, *lost}
@@ -282,10 +284,10 @@ class Loop:
                 self.strays.append(self.late.setdefault(attempt, book.believed(attempt, now)))
                 self.dismiss(attempt)
             elif attempt in self.late and attempt not in alive:
-                end = book.ended[attempt].end if attempt in book.ended else "lost"
-                self.close(
-                    dataclasses.replace(self.late.pop(attempt), reason=ENDED_UNSHOWN), end, step
-                )
+                node = dataclasses.replace(self.late.pop(attempt), reason=ENDED_UNSHOWN)
+                # what the cloud has told of its end is its bill, once nothing speaks against it
+                if attempt not in book.ended or book.ended[attempt].end == "lost":
+                    self.close(node, "lost", step)
         # what is shown alive again is a stray by the cloud's own word
         self.late = {n: node for n, node in self.late.items() if n not in self.there}
 
@@ -378,8 +380,8 @@ class Loop:
             case Launch() if self.book.streaks.refused and self.book.open:
                 why = "a new node was refused: the others speak another protocol; waiting for them"
                 self.wait(Wait(self.run.poll_s, why))
-            case Launch() if self.late:
-                why = "nodes that were given up still beat in the bucket; waiting for their end"
+            case Launch() if self.late or self.unknown:
+                why = "members that nobody counts on may beat in the bucket; waiting for their end"
                 self.wait(Wait(self.run.poll_s, why))
             case Launch(offer, reason, instead_of) if self.room(offer, instead_of):
                 attempt = self.book.next_attempt

@@ -20,10 +20,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from harness.agent.leaderless import LOOK_EVERY_S, LimitsKeeper
+from harness.agent.leaderless import LOOK_EVERY_S, Leaderless, LimitsKeeper
 from harness.bucket.journal import Journal
 from harness.bucket.layout import CONTROL, MEMBERS, attempt_of, member_key, member_of
-from harness.bucket.lease import Lease
+from harness.bucket.lease import Lease, sign_of_life
 from harness.bucket.limits import run_limits
 from harness.bucket.orders import asked_to_leave, stop_order
 from harness.controller.bounds import RunSpec
@@ -96,6 +96,7 @@ class _Machine:
 
     node: Node
     keeper: LimitsKeeper
+    lease: Leaderless
     began_s: float  # billed from then on
     ended_s: float | None = None  # ... until then
     ending: bool = False
@@ -151,7 +152,9 @@ class MoneyCloud:
             return
         now = self.clock.now()
         node = Node(attempt, offer, NodeState.PENDING, now)
-        self.all[attempt] = _Machine(node, self._keeper(), now + self.rng.uniform(20, 90))
+        self.all[attempt] = _Machine(
+            node, self._keeper(), Leaderless(0.0), now + self.rng.uniform(20, 90)
+        )
         if self.weather.lies:
             self.lies["hide", attempt] = now + self.rng.uniform(0, 60)
         self.clock.after(self.rng.uniform(420, 600), lambda: self._arrive(attempt))
@@ -229,7 +232,9 @@ class MoneyCloud:
         """It keeps the run's limits, if nobody else does."""
         if m.leaving or m.ending:
             return
-        if m.keeper.see(self.clock.now(), run_limits(self.store)):
+        now = self.clock.now()
+        m.lease.see(now, *sign_of_life(self.store, m.lease.term))
+        if m.keeper.see(now, run_limits(self.store), m.lease):
             self._leave(m)
             return
         self.clock.after(LOOK_EVERY_S, lambda: self._keep(m))

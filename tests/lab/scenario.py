@@ -9,7 +9,8 @@ capacity: the run goes on with fewer. The last one is taken too, and the run mov
 cloud. The controller is killed, and another one adopts the nodes; SkyPilot's API server is
 restarted under it. Capacity returns, and the run moves back, because that pays. Then it is stopped,
 and resumed for its last steps. `harness verify` must hold, nothing may be left, and the bill must
-agree with SkyPilot's.
+agree with SkyPilot's. At last another run has a budget that ends in its middle: it is kept, by both
+bills.
 
 What is waited for are facts; how long it takes depends on the computer: 10 minutes on an idle one
 with 2 cores.
@@ -57,10 +58,13 @@ from storage.snapshots import Snapshots  # noqa: E402
 WITHIN_S = 900.0  # of a computer that others use too
 MANY, FEW = 100_000, 12  # steps: more than the story needs, and those after it
 GRACE_S = 120.0  # of AWS
+# two members cost 3 USD an hour: some minutes of them; drains and ends are held back
+BUDGET_USD = 0.45
+OVER_SHARE, OVER_NODE_S = 0.02, 60.0  # of it, or of each node: what may be spent beyond it
 DECIDED_WITHIN_S = 5.0  # of the fact that a node is gone, while the controller is there
 
 
-WHOLE = ("begin", "notice", "losses", "seats", "back", "stop", "resume", "check")
+WHOLE = ("begin", "notice", "losses", "seats", "back", "stop", "resume", "check", "budget")
 SHORT = ("begin", "losses", "stop", "check")
 
 
@@ -100,7 +104,7 @@ class Scene:
             cwd=self.lab.code,
         )
 
-    def launch(self, steps: int) -> None:
+    def launch(self, steps: int, budget_usd: float = 20.0) -> None:
         command = [
             str(self.lab.venv / "bin/harness"),
             "launch",
@@ -116,7 +120,7 @@ class Scene:
             "--env",
             f"STEPS={steps}",
             "--budget-usd",
-            "20",
+            str(budget_usd),
             "--move-stay-s",
             "120",
             "--on-interrupt",
@@ -309,19 +313,48 @@ class Scene:
         if (last.outcome, last.committed_step) != ("done", at + FEW):
             raise SystemExit(f"wanted it to be done at step {at + FEW}, found {last}")
 
+    def budget(self) -> None:
+        """Another run, whose budget ends in its middle."""
+        self.url = str(self.lab.bucket / f"budget-{int(time.time())}")
+        self.store = open_store(self.url)
+        self.follower, self.known, self.done = Follower(self.store), [], []
+        self.did(f"harness launch, 1 to 2 nodes, for {BUDGET_USD:g} USD")
+        self.launch(MANY, BUDGET_USD)
+        self.until("two members train", lambda: 2 in self.worlds())
+        self.until("a snapshot is committed", lambda: self.step() > 0)
+        controller, self.controller = self.controller, None
+        self.until(
+            "the budget ends the run",
+            lambda: controller is not None and controller.poll() is not None,
+        )
+        self.table()
+        ended, held = self.facts(RunEnded)[-1], [n for c in CLUSTERS for n in self.lab.busy(c.name)]
+        left, bill = self.clusters(), self.bill()
+        print(json.dumps(bill), flush=True)
+        if ended.outcome != "stopped" or "budget" not in ended.reason or not ended.committed_step:
+            raise SystemExit(f"wanted it stopped by its budget, with a snapshot; found {ended}")
+        if "No existing clusters" not in left or held:
+            raise SystemExit(f"nothing may be left; held {held}, sky status:\n{left}")
+        node_usd = sum(c.usd_per_gpu_h for c in CLUSTERS[:1]) * OVER_NODE_S / 3600
+        most_usd = BUDGET_USD + max(OVER_SHARE * BUDGET_USD, bill["attempts"] * node_usd)
+        if not 0 < max(bill["ours_usd"], bill["skypilot_usd"]) <= most_usd:
+            raise SystemExit(f"wanted no more than {most_usd:.4f} USD spent, found {bill}")
+        print("The budget was kept.")
+
+    def clusters(self) -> str:
+        """Those that SkyPilot has, in its words."""
+        command = [self.lab.venv / "bin/sky", "status", "-r"]
+        return subprocess.run(
+            command, env=self.lab.env(), capture_output=True, text=True, timeout=300
+        ).stdout
+
     def check(self) -> None:
         """What must be true when it is over."""
         self.table()
         late = [f"attempt {n}: {s:.1f} s" for n, s in self.decisions() if s > DECIDED_WITHIN_S]
         verified = self.harness("verify", self.url)
         print(f"harness verify: {verified.stdout.splitlines()[-1]}", flush=True)
-        left = subprocess.run(
-            [self.lab.venv / "bin/sky", "status", "-r"],
-            env=self.lab.env(),
-            capture_output=True,
-            text=True,
-            timeout=300,
-        ).stdout
+        left = self.clusters()
         held = [n for c in CLUSTERS for n in self.lab.busy(c.name)]
         bill = self.bill()
         print(json.dumps(bill), flush=True)
