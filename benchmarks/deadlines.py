@@ -4,15 +4,21 @@ spells and weather `deadline` was not chosen on). 48 h of work, a changeover of 
 known at the beginning. Prints the sum of the bills as a multiple of the optimum's, with the error
 of that ratio over markets, and deadlines missed. No network, no account.
 
-    python benchmarks/deadlines.py [--quick] [--seed N]
+With `--swing`, prices of spot wander with that standard deviation of their logarithm, and
+`deadline` is beside itself where it takes prices as they are.
+
+    python benchmarks/deadlines.py [--quick] [--seed N] [--swing 0.3]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 import numpy as np
 
+from harness.controller.deadline import deadline
+from harness.core.world import Decision, View
 from harness.market.made_up import CALM, ROUGH, make_up, usual_zones
 from harness.market.traces import ZoneTrace
 from harness.proof.market_replay import ReplayJob
@@ -21,10 +27,19 @@ from harness.proof.market_table import MarketRow
 
 WORK_H, TICK_S = 48.0, 600.0
 POLICIES = ("deadline", "uniform_progress", "greedy")
+SPOT_USD_PER_H, ON_DEMAND_USD_PER_H = 0.9731, 3.06
 SPREADS = ((1, 48), (4, 24), (9, 16))  # zones, markets of each weather
 
 
-def markets(zones: int, count: int, seed: int) -> dict[str, list[ZoneTrace]]:
+def prices_stand_still(view: View) -> Decision:
+    """`deadline`, which takes prices as they are now."""
+    known = dataclasses.replace(view.known, prices={})
+    return deadline(dataclasses.replace(view, known=known))
+
+
+def markets(
+    zones: int, count: int, seed: int, hours: float, swing: float
+) -> dict[str, list[ZoneTrace]]:
     """By name; half of them rough. A zone that never opens in a window is drawn again."""
     found: dict[str, list[ZoneTrace]] = {}
     for name, weather in (("calm", CALM), ("rough", ROUGH)):
@@ -32,9 +47,11 @@ def markets(zones: int, count: int, seed: int) -> dict[str, list[ZoneTrace]]:
         while sum(one.startswith(name) for one in found) < count:
             rng = np.random.default_rng((seed, zones, at))
             at += 1
-            market = make_up(
-                usual_zones(zones, rng), 1.5 * WORK_H + 1, rng, tick_s=TICK_S, weather=weather
-            )
+            made = usual_zones(zones, rng, usd_per_h=SPOT_USD_PER_H if swing else None)
+            if swing:
+                moves = {"price_swing": swing, "most_usd_per_h": ON_DEMAND_USD_PER_H}
+                made = [dataclasses.replace(zone, **moves) for zone in made]
+            market = make_up(made, hours, rng, tick_s=TICK_S, weather=weather)
             if all(zone.nodes.any() for zone in market):
                 found[f"{name} {at}"] = market
     return found
@@ -53,17 +70,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="an eighth of the markets")
     parser.add_argument("--seed", type=int, default=2026)
+    parser.add_argument("--swing", type=float, default=0.0, help="of prices of spot")
     asked = parser.parse_args()
+    factors = (1.25, 1.5, 2.5) if asked.swing else (1.08, 1.25, 1.5)
+    named = ("deadline", "deadlines:prices_stand_still") if asked.swing else POLICIES
     jobs = [
-        ReplayJob(WORK_H, times * WORK_H, spot_usd_per_h=0.9731, on_demand_usd_per_h=3.06)
-        for times in (1.08, 1.25, 1.5)
+        ReplayJob(
+            WORK_H,
+            times * WORK_H,
+            spot_usd_per_h=SPOT_USD_PER_H,
+            on_demand_usd_per_h=ON_DEMAND_USD_PER_H,
+        )
+        for times in factors
     ]
     for zones, count in SPREADS:
-        found = markets(zones, max(2, count // 8) if asked.quick else count, asked.seed)
-        table = run_table(found, jobs, POLICIES, starts=1)
+        count = max(2, count // (8 if asked.quick else 4 if asked.swing else 1))
+        found = markets(zones, count, asked.seed, max(factors) * WORK_H + 1, asked.swing)
+        table = run_table(found, jobs, named, starts=1)
         for job in jobs:
             words = [f"{zones} zones, {len(found)} markets, {job.deadline_h / WORK_H:.2f}x:"]
-            for policy in POLICIES:
+            for policy in named:
                 rows = [r for r in table.rows if r.policy == policy and r.job == job]
                 ratio, error = over(rows)
                 missed = sum(row.missed for row in rows)

@@ -65,6 +65,7 @@ def main() -> None:
     if not quick:
         timed("30 days, 1 node", ReplayJob(480, 720), 1, both)
         timed("48 h, 1 to 1000 nodes", ReplayJob(48, 60, (1, 1000)), 1000, ("cheapest", "deadline"))
+        timed("72 h, 1 to 1000 nodes", ReplayJob(48, 72, (1, 1000)), 1000, ("deadline",))
         timed("30 days, 1 to 1000 nodes", ReplayJob(480, 720, (1, 1000)), 1000, ("cheapest",))
     print(f"memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB at most")
 

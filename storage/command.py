@@ -134,7 +134,7 @@ def _add_verify_options(one: argparse.ArgumentParser) -> None:
 def _add_prune_options(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--keep-last",
-        type=_bounded(int, 1),
+        type=_bounded(int, 0),
         default=3,
         help="so many stay (default: %(default)s)",
     )

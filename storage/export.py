@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import blake3
 import numpy as np
-import xxhash
 
 from storage.manifest import Manifest
 from storage.snapshots import Snapshots
@@ -363,7 +363,7 @@ def _sample(reader: _Reader, entry: dict[str, Any]) -> bytes | None:
 
 
 def _hash(reader: _Reader, entry: dict[str, Any]) -> str:
-    digest = xxhash.xxh3_128()
+    digest = blake3.blake3()
     for chunk in entry["chunks"]:
         for start in range(chunk["start"], chunk["end"], READ_NBYTES):
             digest.update(

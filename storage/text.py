@@ -13,6 +13,8 @@ import rich.console
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would compute
+
 
 def plain(text: object, keep: str = "") -> str:
     """Without control characters, escapes, lone surrogates and the like: a space stands for
@@ -21,6 +23,12 @@ def plain(text: object, keep: str = "") -> str:
     if whole.isprintable():
         return whole
     return "".join(c if c.isprintable() or c in keep else " " for c in whole)
+
+
+def cell(text: object) -> str:
+    """Text in a CSV file: an apostrophe goes before what a spreadsheet would compute."""
+    shown = plain(text)
+    return f"'{shown}" if shown.startswith(FORMULA) else shown
 
 
 def why_not_a_word(word: str) -> str:

@@ -14,9 +14,10 @@ os.environ.setdefault("STORAGE_FSYNC", "0")
 # others; other people's trainers have an environment of their own (`make adapters`).
 PROOFS = (
     *("check_run", "loops_page", "micro_loader", "open_steps", "own_files", "watch_processes"),
-    *("budget", "dcp", "examples", "extending", "floods", "kills", "longrun", "many_nodes"),
-    *("old_runs", "package", "permissions", "plan_calibration", "python_versions", "replay"),
-    *("replicas", "rerun", "sim", "soak", "system", "versions", "wandb_run", "whereabouts"),
+    *("budget", "dcp", "examples", "extending", "floods", "hostile_day", "kills", "longrun"),
+    *("many_nodes", "old_runs", "package", "permissions", "plan_calibration", "python_versions"),
+    *("replay", "replicas", "rerun", "secrets", "sim", "soak", "system", "versions"),
+    *("wandb_run", "whereabouts"),
 )
 _proofs = {f"test_{name}.py" for name in PROOFS}
 _files = {path.name for path in Path(__file__).parent.glob("test_*.py")}
@@ -68,6 +69,7 @@ FILE_S = {
     "test_wandb_run.py": 40,
     "test_throttle.py": 27,
     "test_trackers.py": 25,
+    "test_launch_sky.py": 16,
     "test_watch_processes.py": 20,
     "test_alerting.py": 16,
     "test_rerun.py": 15,
@@ -81,6 +83,9 @@ FILE_S = {
     "test_loops_page.py": 15,
     "test_frozen.py": 15,
     "test_shares.py": 10,
+    "test_hostile_inputs.py": 12,
+    "test_hostile_day.py": 60,
+    "test_secrets.py": 12,
     "test_dashboards.py": 8,
     "test_serve.py": 8,
     "test_browser.py": 8,

@@ -7,6 +7,7 @@ import random
 
 import pytest
 from rich.console import Console
+from tampering import TellingRun, archived
 from truerun import IDENTITY, TrueRun
 
 from harness.bucket.layout import epoch_key
@@ -16,9 +17,12 @@ from harness.views import audit_records
 from harness.views.audit import audit
 from harness.views.audit_records import read_part
 from harness.views.audit_report import print_audit
+from harness.views.plugins import RunInfo
 from harness.views.proving import Prover
+from harness.views.publishing import writer_of
 from storage.files import MemoryStore
 from storage.manifest import Ref
+from storage.retention import Keep
 
 
 @pytest.fixture
@@ -386,6 +390,56 @@ def test_epoch_without_a_hash_is_a_note():
     report = audit(run.store)
     assert report.ok, report.first_violation
     assert any("carry no hash" in note for note in report.notes)
+
+
+def test_manifest_that_nobody_pruned_is_missed():
+    run = TellingRun().train(10).train(20, final=True).end()
+    key = run.store.list("snapshots/manifests/")[1]
+    data = run.store.get(key)
+    run.store.delete(key)
+    assert "it was deleted by hand" in violation(run.store)
+    run.store.put(key, data)
+    run.snapshots.prune(Keep(last=1))
+    assert audit(run.store).ok
+
+
+def test_blocks_of_the_archive_are_missed():
+    run = TellingRun().train(10)
+    archived(run.store)
+    run.train(20, final=True).end()
+    archived(run.store)
+    for kind in ("brief", "steps"):
+        for key in run.store.list(f"archive/{kind}/"):
+            data = run.store.get(key)
+            run.store.delete(key)
+            assert "wanted blocks of all 2 volumes" in violation(run.store)
+            run.store.put(key, data)
+    assert audit(run.store).ok
+
+
+def test_compactor_that_died_before_the_blocks_is_no_violation():
+    run = TellingRun().train(10)
+    kept = {key: run.store.get(key) for key in run.store.list("facts/")}
+    archived(run.store)
+    for key, data in kept.items():
+        run.store.put(key, data)
+    run.store.delete(run.store.list("archive/brief/")[-1])
+    assert audit(run.store).ok
+
+
+def test_loss_that_trackers_were_told_is_compared():
+    run = TrueRun().train(10, final=True).end()
+    writer = writer_of(run.store, RunInfo.of(run.store), 0.0)
+    writer.round(last=True)
+    report = audit(run.store)
+    assert report.ok, report.first_violation
+    assert next(c.n for c in report.checks if c.name == "trackers") == 10
+    key = next(k for k in run.store.list("trackers/stream/") if b'"train/loss"' in run.store.get(k))
+    data = run.store.get(key)
+    run.store.put(key, data.replace(b'"train/loss": 1.0,', b'"train/loss": 0.5,'))
+    assert "wanted the loss 1.0 of the record of step 1, found 0.5" in violation(run.store)
+    run.store.put(key, data[:-20])
+    assert "wanted a batch of the stream" in violation(run.store)
 
 
 def test_nothing_there():

@@ -257,7 +257,7 @@ class Wiretap:
 
 def test_the_secret_never_travels_and_what_was_overheard_opens_nothing(chunks) -> None:
     with contextlib.closing(Wiretap(chunks.port)) as tap:
-        tier = PeerTier([tap.at], SECRET)
+        tier = PeerTier([tap.at], SECRET, timeout_s=30.0)
         assert tier.get(ID) == DATA and tier.put({ID: DATA}) == 1
         heard = b"".join(tap.heard.values())
         assert DATA in heard and SECRET.encode() not in heard and b"HMAC " in heard
@@ -301,17 +301,18 @@ def test_a_server_that_does_not_know_the_secret_is_told_nothing(tmp_path) -> Non
         contextlib.closing(ChunkServer(lambda: [tier], "127.0.0.1", "another", keep=tier)) as other,
         contextlib.closing(Wiretap(other.port)) as tap,
     ):
-        peer = PeerTier([tap.at], SECRET)
+        peer = PeerTier([tap.at], SECRET, timeout_s=30.0)
         assert peer.put({ID: DATA}) == 0 and peer._gone == {tap.at}
         assert DATA not in tap.heard["asked"]
     assert not tier.list()
 
 
 def test_a_kept_connection_that_was_closed_is_made_again(chunks) -> None:
-    peer = PeerTier([("127.0.0.1", chunks.port)], SECRET)
+    peer = PeerTier([("127.0.0.1", chunks.port)], SECRET, timeout_s=30.0)
     assert peer.get(ID) == DATA
-    for _, visit in list(chunks._server._visits.values()):
-        chunks._server._send_away(visit)
+    with chunks._server._lock:
+        for _, visit in list(chunks._server._visits.values()):
+            chunks._server._send_away(visit)
     until(lambda: not chunks._server._visits, "its thread to end")
     assert peer.get(ID) == DATA and not peer._gone
 

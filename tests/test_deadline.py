@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from harness.controller import policies
+from harness.controller.book import Book
 from harness.controller.deadline import deadline
+from harness.core.facts import Decided, LeaseTaken, Stamped
 from harness.core.known import CapacitySeen, Knowledge, Spell
 from harness.core.world import Launch, Offer, Terminate, Wait
 from harness.market.lookahead import OPEN, SpellRates, Terms, moves, outlook, residual_h
+from harness.market.made_up import MadeUpZone, make_up
 from harness.market.optimum import WorkToDo, optimum
 from harness.market.rates import ends, shut_since, shut_spells, spell_rates
 from harness.market.traces import ZoneTrace
@@ -147,6 +150,49 @@ def test_a_node_moves_to_a_cheaper_place_beside_the_one_that_trains():
     assert isinstance(deadline(moved), Wait)
 
 
+# ---- prices that move ----------------------------------------------------------------------------
+def wandered(now_h, *prices):
+    """Of the last hours, so many as there are."""
+    return tuple(((now_h - len(prices) + i) * HOUR, usd) for i, usd in enumerate(prices))
+
+
+CALM = {"a": seen(100 * HOUR, 90.0, 1.0, 30.0, 0.5, 60.0)}
+UP_AND_DOWN = wandered(100, *[1.5, 1.3, 1.1, 0.8, 0.6, 0.5, 0.6, 0.8, 1.1, 1.4] * 10)
+
+
+def at_price(usd, *alive, work_h=10.0, left_h=60.0, prices=UP_AND_DOWN):
+    spot = dataclasses.replace(SPOT, usd_per_h=usd)
+    path = (*prices, (99.9 * HOUR, usd))
+    told = known(work_h, capacity=CALM, prices={"a": path})
+    told = dataclasses.replace(told, deadline_s=(100 + left_h) * HOUR)
+    return of(*alive, offers=(spot, DEAR), known=told, now_s=100 * HOUR)
+
+
+def test_it_waits_for_a_lower_price_and_says_for_how_long_and_what_it_saves():
+    assert deadline(at_price(0.6)).offer.name == "a"
+    waits = deadline(at_price(1.6))
+    assert isinstance(waits, Wait) and "cheaper in time" in waits.reason
+    assert 100 * HOUR < waits.expected_s <= 150 * HOUR and 0.5 < waits.saving_usd < 16
+    # without time to spare, or where prices were never seen to move, it does not
+    assert deadline(at_price(1.6, left_h=12.0)).offer.name == "a"
+    assert deadline(at_price(1.6, prices=())).offer.name == "a"
+
+
+def test_a_node_is_let_go_while_its_price_is_high():
+    held = up(1, SPOT, since_s=50 * HOUR)
+    found = deadline(at_price(1.7, held))
+    assert isinstance(found, Terminate) and "cheaper in time" in found.reason and found.grace_s
+    for usd, left_h in ((0.6, 60.0), (1.7, 12.0)):
+        assert isinstance(deadline(at_price(usd, held, left_h=left_h)), Wait)
+
+
+def test_what_a_wait_was_expected_to_last_is_not_held_against_the_run():
+    facts = [Stamped(0.0, "c", LeaseTaken(1))]
+    facts.append(Stamped(5.0, "c", Decided("wait", "cheaper later", 9e4, 2.0)))
+    facts.append(Stamped(6.0, "c", Decided("wait", "all nodes are there")))
+    assert Book.of(facts, random.Random(0)).progress_s == 9e4
+
+
 # ---- what it is weighed by -----------------------------------------------------------------------
 TERMS = Terms(SpellRates((0.5,) * 5, (0.5,) * 5), 0.3, 1 / 6, 0.25, 120, 60)
 
@@ -164,6 +210,22 @@ def test_what_the_rest_costs():
     assert costs == sorted(costs, reverse=True)
     costs = [found.wait(1, w, 20.0, 0.1) for w in (1.0, 5.0, 9.0, 13.0)]
     assert costs == sorted(costs)
+
+
+def test_what_the_rest_costs_where_prices_wander():
+    rates = SpellRates((1e-6,) * 5, (0.5,) * 5)
+    still = outlook(dataclasses.replace(TERMS, rates=rates))
+    found = outlook(dataclasses.replace(TERMS, rates=rates, swing=0.4, pull_per_h=0.1))
+    low, middle, high = (dataclasses.replace(found, level=level) for level in (0.0, 2.0, 4.0))
+    # what is cheap now is taken now; what is dear is waited out, or left
+    assert low.rent(5.0, 25.0) < low.wait(OPEN, 5.0, 25.0, 0.25)
+    assert high.rent(5.0, 25.0) > high.wait(OPEN, 5.0, 25.0, 0.25)
+    assert high.keep(4, 5.0, 25.0, 0.25) > high.wait(OPEN, 5.0, 25.0, 0.25)
+    assert low.keep(4, 5.0, 25.0, 0.25) < low.wait(OPEN, 5.0, 25.0, 0.25)
+    # to choose the moment is worth something, with time; and nothing without
+    assert middle.rent(5.0, 25.0) < still.rent(5.0, 25.0)
+    assert high.rent(5.0, 6.0) > still.rent(5.0, 6.0)
+    assert low.cheaper_in_h(5.0, 25.0, 0.25) == 0 < high.cheaper_in_h(5.0, 25.0, 0.25) < 20
 
 
 def test_chances_add_up_however_long_it_takes():
@@ -214,6 +276,28 @@ def test_it_is_in_time_and_near_the_optimum(deadline_h, most):
         work = WorkToDo(12.0, deadline_h, 600.0, job.spot_usd_per_h, job.on_demand_usd_per_h)
         least += optimum([zone], 0, work).usd
     assert paid <= most * least
+
+
+def test_to_wait_for_lower_prices_costs_less():
+    """Than the same policy that takes prices as they are, in the same markets."""
+    paid = {deadline: 0.0, prices_stand_still: 0.0}
+    job = ReplayJob(24.0, 72.0, changeover_s=600.0)
+    for seed in range(6):
+        zone = MadeUpZone(
+            "z", 60.0, 0.5, usd_per_h=1.0, price_swing=0.6, most_usd_per_h=3.0, is_open=True
+        )
+        market = make_up([zone], 180.0, np.random.default_rng(seed), tick_s=1800.0)
+        usd = market[0].usd_per_h[:200].tolist()  # of the time before
+        before = {"z": tuple((1800.0 * (at - 200), price) for at, price in enumerate(usd))}
+        for policy in paid:
+            found = play(market, 200, job, policy, prices=before)
+            assert not found.missed
+            paid[policy] += found.usd
+    assert paid[deadline] < 0.97 * paid[prices_stand_still]
+
+
+def prices_stand_still(view):
+    return deadline(dataclasses.replace(view, known=dataclasses.replace(view.known, prices={})))
 
 
 def test_it_is_in_time_without_any_spot():

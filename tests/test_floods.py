@@ -7,23 +7,26 @@ defended here (TCPStore and gloo of torch, docs/SECURITY.md) is left out. How mu
 is printed by `benchmarks/floods.py`.
 """
 
+import contextlib
 import json
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 import psutil
 import pytest
 from campaign import Campaign
 from test_main_job import assert_whole
 from test_wire_fuzz import WIRES, fuzz
-from worlds import newest, train
+from worlds import newest, train, until
 
 from harness.core.facts import EpochStarted
 from storage.bounded_http import RESERVED
 
-TOTAL = 120
+TOTAL = 160
+SIEGE_S = 12.0
 FLAGS = f"--total {TOTAL} --every 20 --sleep-s 0.06 --reduce exact"
 DESCRIPTORS = 256  # that a node may have
 
@@ -33,7 +36,7 @@ def campaign(tmp_path):
     c = Campaign(
         tmp_path,
         nodes="2:2",
-        flags=FLAGS,
+        flags=f"{FLAGS} --go {tmp_path / 'go'}",
         run_flags="--peer-tier memory --prometheus 127.0.0.1:0",
         extra=["--prometheus", "127.0.0.1:0"],
     )
@@ -46,19 +49,19 @@ def ours(c: Campaign) -> dict[psutil.Process, str]:
     """Processes that listen, but for the script's own, where torch does."""
     found = {p: kind for kind in ("controller", "provider", "agent") for p in c.processes(kind)}
     for agent in [p for p, kind in found.items() if kind == "agent"]:
-        for child in agent.children(recursive=True):
-            if "harness.uploader.server" in " ".join(child.cmdline()):
-                found[child] = "uploader"
+        with contextlib.suppress(psutil.Error):
+            for child in agent.children(recursive=True):
+                if "harness.uploader.server" in " ".join(child.cmdline()):
+                    found[child] = "uploader"
     return found
 
 
 def listening(processes) -> list[str]:
-    return sorted(
-        f"{at.laddr.ip}:{at.laddr.port}"
-        for p in processes
-        for at in p.net_connections("tcp")
-        if at.status == psutil.CONN_LISTEN
-    )
+    found = []
+    for p in processes:
+        with contextlib.suppress(psutil.Error):  # a child that only looked something up
+            found += [at.laddr for at in p.net_connections("tcp") if at.status == psutil.CONN_LISTEN]
+    return sorted(f"{at.ip}:{at.port}" for at in found)
 
 
 class Gauge(threading.Thread):
@@ -88,19 +91,21 @@ def test_wires_with_far_more_seeds(name):
 
 def test_a_run_under_siege_loses_nothing(campaign, tmp_path):
     c = campaign
-    c.launch()
-    c.until(lambda: c.step() >= 20)
     pages = subprocess.Popen(
-        [sys.executable, "-m", "harness.cli", "serve", str(c.run), "--port", "0"],
+        [sys.executable, "-m", "harness.cli", "serve", str(tmp_path), "--port", "0"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     strangers = None
     try:
-        processes = ours(c) | {psutil.Process(pages.pid): "serve"}
+        pages_too = {psutil.Process(pages.pid): "serve"}
+        until(lambda: listening(pages_too), "the pages")
+        c.launch()
+        c.until(lambda: c.step() >= 20)
         # lines, Prometheus and chunks of two nodes; the provider and its two metadata services; the
         # controller's Prometheus; the pages
-        c.until(lambda: len(listening(processes)) >= 11)
+        c.until(lambda: len(listening(ours(c) | pages_too)) >= 11)
+        processes = ours(c) | pages_too
         ports = listening(processes)
         gauge = Gauge(processes)
         gauge.start()
@@ -113,6 +118,8 @@ def test_a_run_under_siege_loses_nothing(campaign, tmp_path):
             stdout=subprocess.PIPE,
             text=True,
         )
+        time.sleep(SIEGE_S)
+        (tmp_path / "go").touch()
         assert c.wait() == 0, c.logs()
         gauge.stop.set()
         gauge.join()
@@ -123,7 +130,7 @@ def test_a_run_under_siege_loses_nothing(campaign, tmp_path):
             p.kill()
             p.wait()
     print(f"{len(ports)} ports from step {begun} on: {done}; most descriptors, threads: {gauge.most}")
-    assert begun < TOTAL / 1.5 and done["drip: sent away"] > 0 and done["flood"] > 100
+    assert begun < TOTAL and done["drip: sent away"] > 0 and done["flood"] > 100
     assert_whole(c, TOTAL)
     assert [e.reason for e in c.facts(EpochStarted)] == ["start"]  # nobody was taken for dead
     for kind, (fds, threads) in gauge.most.items():

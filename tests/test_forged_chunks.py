@@ -12,6 +12,7 @@ import pytest
 import xxhash
 from test_tiers import BODY, CHUNK, commit, fill, read
 
+from harness.views.compare import _weights
 from storage import Manifest, MemoryStore, PartList, Ref, SnapshotCorrupt, Snapshots
 from storage.chunks import chunk_id, is_chunk
 from storage.files import FileStore
@@ -211,6 +212,14 @@ def test_ranks_of_different_versions_commit_nothing_together(bucket) -> None:
     assert Manifest.merge(lists).version == 3
     with pytest.raises(SnapshotCorrupt, match=r"formats \[2, 3\]: the ranks run different"):
         Manifest.merge([lists[0], as_of_format_2(lists[1], BODY)])
+
+
+def test_hashes_of_different_kinds_are_not_compared(bucket) -> None:
+    new = PartList.from_json(bucket_list(bucket))
+    a, b = Manifest.merge([new]), Manifest.merge([as_of_format_2(new, BODY)])
+    assert _weights(a, a)[0] is _weights(b, b)[0] is True
+    same, why = _weights(a, b)
+    assert same is None and "hashed differently" in why
 
 
 def bucket_list(bucket: MemoryStore) -> bytes:

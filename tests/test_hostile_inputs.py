@@ -1,6 +1,7 @@
 """Bad input to every command ends with exit status 2, a reason, no traceback, and nothing begun.
 
-Some hundred cases are one test each, since each takes a few milliseconds; `make audit` prints them.
+Some of the cases of each table, since all of them take half a minute: `make audit` and
+test_hostile_day.py have them all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import pytest
 from hostile import Case
 
 LISTED, GENERATED = 114, 200  # at least: as many as the audit of the first version, and more
+EACH, SOME = 5, 60  # of the listed ones every so many; of the generated ones so many
 
 
 def failures(cases: list[Case]) -> list[str]:
@@ -21,23 +23,21 @@ def failures(cases: list[Case]) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["urls", "flags", "files", "environment"])
 def test_listed(kind: str) -> None:
-    assert failures(getattr(inputs, kind)()) == []
+    assert failures(getattr(inputs, kind)()[::EACH]) == []
 
 
 def test_generated() -> None:
-    made = inputs.generated()
-    assert len(made) >= GENERATED
-    assert failures(made) == []
+    assert failures(inputs.generated(SOME)) == []
 
 
 def test_there_are_enough() -> None:
     assert len(inputs.listed()) >= LISTED
+    assert len({one.name for one in inputs.generated()}) >= GENERATED
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["-m", "harness.cli", "launch", "binary", "--run", "new-run"],
         ["-m", "harness.cli", "status", "s3://", "--once"],
         ["-m", "storage", "list", "s3:/b"],
     ],

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from harness.bucket import layout
 from harness.bucket.alerts import Alert, AlertReceipt
 from harness.bucket.layout import (
-    AttemptPrice,
     ChunkServerAt,
     Claim,
     Epoch,
@@ -30,11 +29,11 @@ from harness.bucket.layout import (
     Identity,
     Member,
     Published,
-    RunLimits,
     StopOrder,
     Term,
     secret_of,
 )
+from harness.bucket.limits import AttemptPrice, RunLimits
 from harness.bucket.notes import LogbookEntry
 from harness.bucket.setups import decode_setup, encoded
 from harness.bucket.side_jobs import SideClaim, SideOutcome

@@ -12,6 +12,7 @@ from harness.bucket.journal import Journal, read_facts
 from harness.cli import deadline
 from harness.controller import learning
 from harness.controller.book import Book
+from harness.controller.capacity import CapacityBook
 from harness.controller.learned import LearnedRun, StepTiming, typical
 from harness.controller.learning import LOOK_S, PriceBook, RunGoals, RunLearner
 from harness.core import facts as f
@@ -279,7 +280,26 @@ def test_what_other_runs_knew_comes_before():
     assert [spell.seconds for spell in seen.spells] == [50.0, 50.0]
 
 
+def test_a_refusal_beside_a_node_of_ours_closes_nothing():
+    book = CapacityBook()
+    book.up("a", 10.0)
+    refused = f.AttemptEnded(2, "no-capacity", 50.0, None, 50.0, None, "", 0.0, 0.0, 0)
+    book.end("a", refused, others_up=True)
+    assert book.capacity["a"] == CapacitySeen(True, 10.0, 50.0)
+    book.end("a", refused, others_up=False)
+    assert book.capacity["a"].open is False and len(book.capacity["a"].spells) == 1
+
+
 # ---- prices --------------------------------------------------------------------------------------
+def test_what_a_snapshot_costs_is_known_where_its_interval_is_derived():
+    for between_s, cost in ((7200.0, 0.2 + 0.1 * 7.8), (0.0, 0.0)):
+        run = trained()
+        run.snapshot(2, 150, slowdown=0.1, interval_s=120.0, between_losses_s=between_s)
+        found = known(run)
+        assert found.lost_s == pytest.approx(60.0 + 8.0) and found.commit_s == 8.0
+        assert found.snapshot_cost_s == pytest.approx(cost)
+
+
 def test_prices_are_kept_as_they_change_and_outlive_their_controller():
     run = Telling()
     learner = RunLearner(run.store, record=lambda fact: run.say(fact))
@@ -297,6 +317,14 @@ def test_prices_are_kept_as_they_change_and_outlive_their_controller():
     after = RunLearner(run.store).known(800.0, run.book(), [cheaper]).prices
     assert after[WEST.name] == ((0.0, 1.0), (700.0, 0.8))
     assert learner.known(900.0, run.book(), [cheaper, EAST]).prices == before  # its own facts
+
+
+def test_prices_that_other_runs_saw_are_known_from_the_beginning():
+    run = Telling()
+    others = {WEST.name: ((-500.0, 1.2), (-100.0, 0.9)), "gone": ((-9.0, 4.0),)}
+    known = RunLearner(run.store, prices=others).known(50.0, run.book(), [WEST, EAST]).prices
+    assert known[WEST.name] == ((-500.0, 1.2), (-100.0, 0.9), (50.0, 1.0))
+    assert known["gone"] == others["gone"] and known[EAST.name] == ((50.0, 1.5),)
 
 
 def test_the_history_of_prices_is_bounded(monkeypatch):

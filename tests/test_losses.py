@@ -9,13 +9,15 @@ import pytest
 
 from harness.core.losses import (
     ASSUMED_S,
+    LEAST_S,
     MEMORY_S,
     MOST_PLACES,
+    MOST_S,
     LossesSeen,
     RunLosses,
     daly,
 )
-from harness.worker.machine import LEAST_S, MOST_S, Interval
+from harness.worker.machine import Interval
 from harness.worker.rhythm import Rhythm
 
 HOUR = 3600.0

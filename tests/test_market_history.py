@@ -400,6 +400,7 @@ def test_a_launch_is_told_what_others_saw_and_not_what_it_saw_itself(tmp_path, c
     ours = AtHome(tmp_path, Silent("memory://silent", {}))
     own = run_name("file:///run")
     ours.write([seen(own, "a", losses=5), seen("other", "a", losses=1), seen(own, "b")], NOW)
-    known = cli.known_before("file:///run", ours, NOW, Console())
+    known, prices = cli.known_before("file:///run", ours, NOW, Console())
     assert {name: one.losses for name, one in known.items()} == {"a": 1}
+    assert {*prices} <= {"a"}
     assert "s3://team/market: does not answer" in words(capsys)

@@ -10,9 +10,9 @@ import pytest
 
 from harness.agent.leaderless import LOOK_EVERY_S, Leaderless, LimitsKeeper
 from harness.agent.run_state import RunState
-from harness.bucket.layout import LIMITS_KEY, AttemptPrice, RunLimits
+from harness.bucket.layout import LIMITS_KEY
 from harness.bucket.lease import Lease
-from harness.bucket.orders import run_limits
+from harness.bucket.limits import AttemptPrice, RunLimits, run_limits
 from harness.controller.allowance import LimitsWriter
 from harness.controller.bounds import RunSpec
 from harness.controller.recovery import recover

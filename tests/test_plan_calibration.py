@@ -1,5 +1,6 @@
 """A plan's p10 and p90 hold: over 200 true markets, of which it knows no more than their history,
-cost and time lie between them in 75 to 85 % of the cases. `make proofs` runs it (minutes)."""
+cost and time lie between them in 75 to 85 % of the cases. Several nodes by `deadline` are dear to
+play: 75 markets, and more room for chance. `make proofs` runs it (minutes)."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from harness.proof.forecasting import (
 )
 from harness.proof.market_quick import play
 
-TRUTHS, MARKETS = 200, 19
+MARKETS = 9  # the least of which p10 and p90 hold eight tenths exactly
 SPOT = f"{__name__}:spot_only"
 
 
@@ -40,6 +41,9 @@ class Case:
     work_h: float
     deadline_h: float | None
     history_h: float
+    truths: int = 200
+    least: float = 0.75  # share that must lie inside
+    most: float = 0.85
 
 
 def shape_of(zones: int) -> forecasting.NodeShape:
@@ -72,7 +76,7 @@ def calibrated(case: Case) -> tuple[float, float]:
     first = round(case.history_h * 3600 / tick_s)
     places = {offer.name: offer.place for offer in shape.spot}
     inside = np.zeros(2)
-    for at in range(TRUTHS):
+    for at in range(case.truths):
         rng = np.random.default_rng((at, 1))
         truth = [truth_of(offer, case.nodes, rng) for offer in shape.spot]
         hours = case.history_h + 1.2 * job.deadline_h + 12
@@ -93,17 +97,21 @@ def calibrated(case: Case) -> tuple[float, float]:
             told.usd_at(LOW) <= real.usd <= told.usd_at(HIGH),
             told.hours_at(LOW) <= real.finish_h <= told.hours_at(HIGH),
         )
-    usd, hours_share = inside / TRUTHS
+    usd, hours_share = inside / case.truths
     return float(usd), float(hours_share)
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "case",
-    [Case(SPOT, 1, 1, 24, None, 96)],
+    [
+        Case(SPOT, 1, 1, 24, None, 96),
+        Case("deadline", 2, 2, 24, 40, 96, truths=75, least=0.7, most=0.9),
+    ],
     ids=lambda case: f"{case.nodes} nodes",
 )
 def test_what_happens_lies_between_p10_and_p90_as_often_as_it_should(case: Case):
     usd, hours = calibrated(case)
-    assert 0.75 <= usd <= 0.85 and 0.75 <= hours <= 0.85, (usd, hours)
+    shares = {"cost": usd, "time": hours}
+    assert all(case.least <= share <= case.most for share in shares.values()), shares
 

@@ -145,10 +145,10 @@ def test_a_sync_that_fails_is_told_and_one_that_cannot_be_is_not(disk) -> None:
         disk.refuses = folder, code
         store.put("a/k", b"3")
     if os.geteuid():  # the folder that the run's lies in belongs to somebody else
-        (disk.base / "home" / "mine").mkdir(parents=True)
-        (disk.base / "home").chmod(0o111)
-        FileStore(f"file://{disk.base}/srv/mine", durable=True).put("a/k", b"1")
-        (disk.base / "home").chmod(0o700)
+        (disk.base / "theirs" / "mine").mkdir(parents=True)
+        (disk.base / "theirs").chmod(0o111)
+        FileStore(f"file://{disk.base}/theirs/mine", durable=True).put("a/k", b"1")
+        (disk.base / "theirs").chmod(0o700)
 
 
 def test_runs_are_durable_unless_somebody_says_otherwise(tmp_path) -> None:

@@ -9,9 +9,11 @@ import pytest
 
 from harness.controller.policies import best_value, cheapest, together
 from harness.controller.value import Worth
-from harness.core.known import CapacitySeen, Knowledge, StepPace
+from harness.core.known import CapacitySeen, Knowledge, SnapshotPace, StepPace
+from harness.core.losses import LossesSeen
 from harness.core.world import Launch, Node, Offer, View, Wait
 from harness.testing import situation, up
+from harness.worker.machine import Interval
 
 A = Offer(1.0, "x/east/a", place="x/east")
 B = Offer(1.1, "x/west/b", place="x/west")
@@ -52,6 +54,33 @@ def test_losses_without_notice_take_work_along() -> None:
         capacity={A.name: lossy(20, 20.0, unnoticed=20), B.name: lossy(20, 20.0)},
     )
     assert first(cheapest, known=known) == B.name
+
+
+def test_the_snapshot_interval_is_chosen_with_the_place() -> None:
+    """As the worker will have it there, from the same losses: so a calm place is worth more."""
+    known = Knowledge(
+        changeover_s=1.0,
+        snapshot_cost_s=20.0,
+        commit_s=30.0,
+        capacity={A.name: lossy(60, 60.0, unnoticed=60), B.name: lossy(0, 60.0)},
+    )
+    paces = [known.snapshots(known.capacity[name], 1) for name in (A.name, B.name)]
+    for pace, name in zip(paces, (A.name, B.name), strict=True):
+        seen = known.capacity[name]
+        here = LossesSeen(seen.unnoticed, seen.node_s)
+        assert pace.interval_s == Interval().seconds(0.0, 20.0, 30.0, here.between_s(1))
+        assert pace.lost_s == pace.interval_s / 2 + 30.0
+        assert pace.share == 20.0 / pace.interval_s
+    assert paces[0].interval_s < 0.5 * paces[1].interval_s
+    found = cheapest(view(known=known))
+    assert isinstance(found, Launch) and found.offer == B and f"every {paces[1].interval_s:.0f} s" in (
+        found.reason
+    )
+
+
+def test_where_nothing_was_measured_or_the_script_says_it_the_interval_is_not_known() -> None:
+    known = Knowledge(lost_s=50.0)
+    assert known.snapshots(lossy(3, 1.0, unnoticed=3), 4) == SnapshotPace(0.0, 50.0, 0.0)
 
 
 def test_on_demand_where_spot_is_hardly_there() -> None:

@@ -26,8 +26,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.bucket.layout import RunLimits
 from harness.bucket.lease import RELEASED
+from harness.bucket.limits import RunLimits
 
 LOOK_EVERY_S = 60.0  # so often the lease is looked at
 COUNTED_S = 3 * LOOK_EVERY_S  # of the time between two looks, no more than this

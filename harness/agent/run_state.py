@@ -22,7 +22,8 @@ from harness.bucket.layout import (
     order_key,
 )
 from harness.bucket.lease import sign_of_life
-from harness.bucket.orders import ask_to_stop, asked_to_leave, run_limits, stop_order
+from harness.bucket.limits import run_limits
+from harness.bucket.orders import ask_to_stop, asked_to_leave, stop_order
 from harness.core.values import BadObject
 from storage.errors import NotFound
 from storage.manifest import Ref, SnapshotCorrupt

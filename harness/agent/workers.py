@@ -25,6 +25,7 @@ from harness.agent.ends import WorkerEnd
 from harness.agent.nursery import Forked, Nursery
 from harness.bucket.layout import NO_EPOCH, Epoch
 from harness.core.facts import Fact, WorkerHung
+from harness.core.masking import masked_line
 from harness.node import marks, progress
 from harness.node.marks import Want
 from harness.node.processes import DUMP_SIGNAL
@@ -83,7 +84,7 @@ class Worker:
             return "Hung", self.hung
         with contextlib.suppress(OSError, ValueError, KeyError):
             message = json.loads(self.error_file.read_text())["message"]
-            return str(message["type"]), str(message["text"])
+            return str(message["type"]), masked_line(str(message["text"]))
         if code < 0:
             return signal.Signals(-code).name, f"killed by {signal.Signals(-code).name}"
         return "exit", f"exit code {code}"
@@ -310,6 +311,6 @@ class Workers:
 def _read(rank: int, stream: IO[bytes], tail: deque[str]) -> None:
     with stream:
         for raw in stream:
-            line = raw.decode(errors="replace").rstrip("\n")
+            line = masked_line(raw.decode(errors="replace").rstrip("\n"))
             tail.append(line)
             print(f"[{rank}] {line}", flush=True)

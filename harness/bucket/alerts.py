@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from harness.bucket.layout import SMALL_NBYTES
+from harness.core.masking import masked_deep
 from harness.core.values import BadObject, canonical, decoded, digest
 from storage.errors import NotFound
 from storage.objects import ObjectStore, get_each
@@ -88,7 +89,7 @@ class Alert:
         return found
 
     def encode(self) -> bytes:
-        return canonical(dataclasses.asdict(self))
+        return canonical(masked_deep(dataclasses.asdict(self)))
 
 
 SENT, GIVEN_UP = "sent", "given up"
@@ -113,7 +114,7 @@ class AlertReceipt:
             return cls(SENT, 0.0, why="the receipt cannot be read")
 
     def encode(self) -> bytes:
-        return canonical(dataclasses.asdict(self))
+        return canonical(masked_deep(dataclasses.asdict(self)))
 
 
 # ---- the log -------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 Pure. Knows no store: the modules beside it read and write (`orders.py`, `epochs.py`, `lease.py`,
 `journal.py`). The rules of all decoders, and their one error, are in `core/values.py`; lines of
 facts and of step records are decoded in `core/facts.py` and `core/records.py`; what W&B, MLflow
-and TensorBoard are told, in `streamed.py`; what snapshots
+and TensorBoard are told, in `streamed.py`; limits that nodes keep, in `limits.py`; what snapshots
 consist of belongs to `storage` (`storage/manifest.py`, `storage/marks.py`). The table of all
 objects, with bounds and what damage does, is in docs/ARCHITECTURE.md.
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.core import records, values
+from harness.core.masking import masked, masked_deep
 from harness.core.values import (
     Amount,
     BadObject,
@@ -217,7 +218,7 @@ class Member:
         return decoded(cls, data, most_nbytes=SMALL_NBYTES)
 
     def encode(self) -> bytes:
-        return json.dumps(_as_ever(dataclasses.asdict(self))).encode()
+        return json.dumps(masked_deep(_as_ever(dataclasses.asdict(self)))).encode()
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,7 @@ class Epoch:
 
     def encode(self) -> bytes:
         """As it lies in the bucket; `h` is its hash, so that an audit sees a changed byte."""
-        body = json.loads(json.dumps(_as_ever(dataclasses.asdict(self))))
+        body = json.loads(json.dumps(masked_deep(_as_ever(dataclasses.asdict(self)))))
         return json.dumps({**body, "h": digest(canonical(body))}).encode()
 
 
@@ -384,7 +385,7 @@ class StopOrder:
     term: int = 0  # of the controller that says so; 0: a person or an agent
 
     def to_json(self) -> bytes:
-        body = dataclasses.asdict(self)
+        body = masked_deep(dataclasses.asdict(self))
         return json.dumps({k: v for k, v in body.items() if k != "term" or v}).encode()
 
     @classmethod
@@ -413,7 +414,7 @@ class StopOrder:
 def order_by(by: str, reason: str = "", term: int = 0) -> bytes:
     """An order whose key says all (SNAPSHOT, DOUBT, LEAVE, CLOSED); its words are for people, and
     nothing reads them. `term`: of the controller that gives it; 0: a person or an agent."""
-    said = {"by": by, "reason": reason, "term": term}
+    said = {"by": by, "reason": masked(reason), "term": term}
     return json.dumps({k: v for k, v in said.items() if k == "by" or v}).encode()
 
 
@@ -430,41 +431,6 @@ def ordered_in(data: bytes) -> int:
 def _term_in(body: dict[str, Any]) -> int:
     said = body.get("term")
     return said if type(said) is int and 0 < said < 10**12 else 0
-
-
-# ---- limits --------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class AttemptPrice:
-    """What an open attempt costs. `yet_s`: for so long it is billed if it is to leave at once."""
-
-    attempt: Natural
-    usd_per_h: Amount
-    yet_s: Amount
-
-
-@dataclass(frozen=True)
-class RunLimits:
-    """What a run may still cost, and how long it may still go on, as of its writing. Its nodes keep
-    these limits by themselves when nobody leads the run. A controller writes it anew at least every
-    `every_s`, and before each launch. None: there is no such limit."""
-
-    term: Natural  # of the controller that wrote it
-    version: Natural  # rises with each writing of one term
-    every_s: Amount
-    launch_s: Amount  # the longest that a launch is expected to take
-    budget_usd: Amount | None = None
-    spent_usd: Amount = 0.0
-    left_s: Amount | None = None  # until the limit of hours
-    leaderless_s: Amount | None = None  # nodes drain when nobody has led for so long
-    attempts: tuple[AttemptPrice, ...] = ()
-
-    @classmethod
-    def decode(cls, data: bytes) -> RunLimits:
-        """Raises BadObject, NewerProtocol."""
-        return decoded(cls, data)
-
-    def encode(self) -> bytes:
-        return json.dumps(stamped(dataclasses.asdict(self))).encode()
 
 
 # ---- trackers ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 
 from harness.bucket.layout import LOGBOOK, SMALL_NBYTES
+from harness.core.masking import masked_deep
 from harness.core.values import MOST_T, BadObject, Natural, canonical, decoded
 from harness.core.world import BadInput
 from storage.objects import ObjectStore, get_each
@@ -53,7 +54,7 @@ def write_note(store: ObjectStore, entry: LogbookEntry, token: str) -> str:
             "rest where it belongs, and its address here"
         )
     key = f"{LOGBOOK}{int(entry.t * 1000):014d}-{token}.json"
-    store.create(key, canonical(dataclasses.asdict(entry)))
+    store.create(key, canonical(masked_deep(dataclasses.asdict(entry))))
     return key
 
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from harness.bucket.layout import (
     LEAVE,
-    LIMITS_KEY,
-    RunLimits,
     Term,
     order_by,
     order_key,
@@ -26,7 +24,6 @@ from harness.bucket.layout import (
 from harness.bucket.layout import SNAPSHOT as SNAPSHOT
 from harness.bucket.layout import STOP_KEY as STOP_KEY
 from harness.bucket.layout import StopOrder as StopOrder
-from harness.core.values import BadObject
 from storage.errors import NotFound
 from storage.objects import ObjectStore
 
@@ -69,15 +66,6 @@ def ask_to_leave(store: ObjectStore, attempt: int, reason: str, term: int) -> bo
         return False
     store.put(key, body)
     return True
-
-
-def run_limits(store: ObjectStore) -> RunLimits | None:
-    """What nodes keep by themselves when nobody leads; None: nothing, or nothing that can be read.
-    Raises StoreError."""
-    try:
-        return RunLimits.decode(store.get(LIMITS_KEY))
-    except (NotFound, BadObject):
-        return None
 
 
 def _stands(store: ObjectStore, term: int, handed_on: bool = False) -> bool:

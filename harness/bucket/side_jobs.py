@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from harness.bucket.layout import SMALL_NBYTES, WATCH
+from harness.core.masking import masked_deep
 from harness.core.values import Amount, BadObject, Natural, Reading, canonical, decoded
 from storage.errors import NotFound
 from storage.leases import Watch
@@ -54,7 +55,7 @@ class SideClaim:
         return found if 0 < found.lease_s <= MOST_LEASE_S else cls(found.by)
 
     def encode(self) -> bytes:
-        return canonical(dataclasses.asdict(self))
+        return canonical(masked_deep(dataclasses.asdict(self)))
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class SideOutcome:
             return cls("failed", why=f"its outcome is unreadable: {e}")
 
     def encode(self) -> bytes:
-        return canonical(dataclasses.asdict(self))
+        return canonical(masked_deep(dataclasses.asdict(self)))
 
 
 class SideJobs:

@@ -48,6 +48,7 @@ from harness.cli.simulate import SimulateFlags, simulate
 from harness.cli.track import DashboardsFlags, SyncFlags, dashboards, sync
 from harness.cli.watch import WatchFlags, watch
 from harness.core.config import FlagParser, add_flags, build
+from harness.core.masking import learn, masked
 from harness.core.world import BadInput, HarnessError
 from storage.errors import StoreError, WrongInput
 from storage.text import plain, why_not_a_word
@@ -125,13 +126,14 @@ def main(argv: list[str] | None = None) -> None:
     cls, function = COMMANDS[namespace.subcommand]
     if after:
         namespace.script = after
+    learn(os.environ)
     try:
         sys.exit(function(build(cls, namespace)))
     except (BadInput, WrongInput) as e:
-        print(plain(f"harness {given[0]}: {e}", keep="\n"), file=sys.stderr)
+        print(masked(plain(f"harness {given[0]}: {e}", keep="\n")), file=sys.stderr)
         sys.exit(WRONG_INPUT)
     except (HarnessError, StoreError) as e:
-        print(plain(f"harness {given[0]}: {e}", keep="\n"), file=sys.stderr)
+        print(masked(plain(f"harness {given[0]}: {e}", keep="\n")), file=sys.stderr)
         sys.exit(FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

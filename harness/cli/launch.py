@@ -16,16 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.text import Text
-
 from harness.bucket.heads import sign_off
 from harness.bucket.orders import STOP_KEY, stop_order
 from harness.cli.alerts import alerting_beside, alerts_for_nodes, receivers
 from harness.cli.common import (
-    DONE,
-    ENDED_EARLY,
     FAILED,
-    LEFT,
     PREFLIGHT_S,
     PROMETHEUS,
     RealClock,
@@ -45,9 +40,10 @@ from harness.cli.common import (
 from harness.cli.deadline import deadline_text, wanted, work_text
 from harness.cli.dry_run import show_plan
 from harness.cli.interrupts import act_on, answer, by, heed_signals
+from harness.cli.launch_ends import give_up, say_how_it_ended
 from harness.cli.look import show_report
 from harness.cli.market import Histories, known_before, remembering
-from harness.cli.record import RecordFlags, about_launch, keep_launch, with_image
+from harness.cli.record import RecordFlags, about_launch, keep_launch, with_names
 from harness.cli.track import publisher_beside
 from harness.core.config import flag, positional
 from harness.core.given_files import output_file
@@ -191,7 +187,7 @@ def launch(flags: LaunchFlags) -> int:
     envs = {**about_launch(flags, os.environ), **given, "RUN": url}
     told = receivers(flags.alert, flags.alert_rules)
     _check_prometheus(flags)
-    task = with_image(tasks.load(flags.task, envs, _secrets(flags)))
+    task = with_names(tasks.load(flags.task, envs, _secrets(flags)))
     policy = policies.resolve(_policy_name(flags))
     if flags.cloud == "sky":
         policy = policies.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
@@ -209,7 +205,7 @@ def launch(flags: LaunchFlags) -> int:
         book = book_of(store)
         over = is_final(store) and not book.open
     except StoreError as e:
-        return _give_up(e, store, None, console, url)
+        return give_up(e, store, None, console, url)
     if over:
         if is_local(url):
             local_cloud(url).shutdown()
@@ -243,7 +239,7 @@ def launch(flags: LaunchFlags) -> int:
     if isinstance(ended, int):
         return ended
     show_report(store, console, flags.html or html_path(url), flags.brief)
-    return _say_how_it_ended(ended, store, console, url)
+    return say_how_it_ended(ended, store, console, url)
 
 
 def _check_prometheus(flags: LaunchFlags) -> None:
@@ -292,8 +288,7 @@ def _lead(
     from harness.core.facts import RunAsked
     from harness.core.world import World
 
-    clock, sky = RealClock(), flags.cloud == "sky"
-    run = _run_spec(flags, nodes)
+    clock, sky, run = RealClock(), flags.cloud == "sky", _run_spec(flags, nodes)
     holder = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
     journal = Journal(store, f"controller-{secrets.token_hex(6)}", clock.now)
     world = World(clock, cloud, store, random.Random())
@@ -302,8 +297,9 @@ def _lead(
     wants = (asked_for.deadline_s, asked_for.work_s / 3600 or None)
     journal.record(RunAsked(flags.task, *nodes, _policy_name(flags), market, *limits, *wants))
     goals = replace(asked_for, look_s=run.poll_s)
-    before = known_before(url, Histories.of(os.environ), clock.now(), console) if sky else {}
-    learner = RunLearner(store, goals, journal.record, before)
+    histories = Histories.of(os.environ)
+    before = known_before(url, histories, clock.now(), console) if sky else ({}, {})
+    learner = RunLearner(store, goals, journal.record, *before)
     lease = KeptLease(store, clock, holder, ttl_s=20.0 if sky else 5.0)
     view = _View(store, console)
     asked: KeyboardInterrupt | None = None  # an interruption that is not answered yet
@@ -338,79 +334,9 @@ def _lead(
                 view.end()
                 if not isinstance(e, (StoreError, HarnessError)):
                     traceback.print_exc()
-                return _give_up(e, store, cloud, console, url)
+                return give_up(e, store, cloud, console, url)
         cloud.shutdown()
     return outcome
-
-
-def _say_how_it_ended(outcome: RunOutcome, store: ObjectStore, console: Console, url: str) -> int:
-    """The exit status."""
-    if outcome.unproven:
-        words = (
-            f"{outcome.reason}. This cloud never showed their machines. Look whether they are "
-            f"gone, from where they were launched: harness down {url}"
-        )
-        console.print(f"\n{words}", style="bold red", highlight=False, soft_wrap=True)
-    if outcome.outcome == "done":
-        return FAILED if outcome.unproven else DONE
-    console.print(
-        Text.assemble("\n", (outcome.outcome, "bold red"), f": {outcome.reason}"), soft_wrap=True
-    )
-    _print_tail(store, console)
-    console.print(
-        f"The run stands at step {outcome.committed_step}; the same command resumes it from there.",
-        highlight=False,
-    )
-    return FAILED if outcome.outcome == "failed" else ENDED_EARLY
-
-
-def _give_up(
-    error: Exception,
-    store: ObjectStore,
-    cloud: LocalCloud | SkyPilotCloud | None,
-    console: Console,
-    url: str,
-) -> int:
-    """This controller cannot lead on. Nodes need none in order to train, so they are left as they
-    are. A mistake in the input that is found before there are any ends everything: then it raises
-    `error`."""
-    if cloud is not None:
-        if isinstance(error, BadInput) and _nothing_runs(store, cloud):
-            cloud.shutdown()
-            raise error
-        cloud.close()
-    said = f"""harness launch: {error}
-This controller cannot lead the run on. It has touched no node: nodes go on training and commit
-snapshots without it.
-  lead them again   the same command, once the cause is mended (exit status {LEFT}: a supervisor may
-                    try again)
-  watch them        harness status {url}
-  end them          harness down {url}
-Until then no lost node is replaced. Nodes keep --budget-usd and --max-hours by themselves: they
-drain when these are reached, or without a controller for longer than --leaderless-minutes, or
-`harness run --leaderless-hours` (24)."""
-    console.print(said, markup=False, highlight=False, soft_wrap=True)
-    return LEFT
-
-
-def _nothing_runs(store: ObjectStore, cloud: LocalCloud | SkyPilotCloud) -> bool:
-    """Is it sure that no node of this run is there? Then a mistake in the input has cost
-    nothing yet."""
-    from harness.bucket.beats import Beats
-
-    try:
-        book = book_of(store)
-        if (
-            book.unread
-            or any(n.alive for n in cloud.nodes())
-            or any(n.up_s is not None for n in book.open.values())
-        ):
-            return False
-        return not any(
-            b.attempt in book.open and not b.gone for b in Beats(store, time.monotonic).look()
-        )
-    except (HarnessError, StoreError):
-        return False
 
 
 def _run_spec(flags: LaunchFlags, nodes: tuple[int, int]) -> RunSpec:
@@ -502,19 +428,3 @@ class _View:
 
 def _new_run(task: str) -> str:
     return f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{Path(task).stem}"
-
-
-def _print_tail(store: ObjectStore, console: Console) -> None:
-    """The last words of the script that failed."""
-    from harness.bucket.journal import read_facts
-    from harness.core.facts import WorkerFailed
-
-    failures = [s.fact for s in read_facts(store, steps=False) if isinstance(s.fact, WorkerFailed)]
-    if failures:
-        last = failures[-1]
-        console.print(
-            f"\nLast words of rank {last.rank} on {last.member} ({last.error}):",
-            style="bold",
-            highlight=False,
-        )
-        console.print(last.log_tail, markup=False, highlight=False, soft_wrap=True)

@@ -23,7 +23,7 @@ from storage.errors import StoreError, StoreUnavailable, WrongInput
 from storage.json_text import digest
 from storage.objects import ObjectStore
 from storage.opening import normalize, open_store
-from storage.text import Console
+from storage.text import Console, cell
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from harness.core.known import CapacitySeen
     from harness.market.history import MarketHistory, OfferSeen, OfferSummary
     from harness.market.history_shelf import HistoryShelf
+    from harness.market.wandering import PricePath
 
 SHARED = "HARNESS_MARKET"  # URL of the history that a team shares
 ADVISOR = "HARNESS_SPOT_ADVISOR"  # URL of a copy of AWS's Spot Instance Advisor
@@ -214,14 +215,15 @@ def remembering(url: str, store: ObjectStore, histories: Histories) -> Iterator[
 
 def known_before(
     url: str, histories: Histories, now_s: float, console: Console
-) -> dict[str, CapacitySeen]:
-    """What other runs have seen of offers, for the forecasts of this one. `url`: normalised. What
-    could not be read is said."""
+) -> tuple[dict[str, CapacitySeen], dict[str, PricePath]]:
+    """What other runs have seen of the capacity of offers, and of their prices, for the forecasts
+    of this one. `url`: normalised. What could not be read is said."""
     from harness.controller.remembered import run_name
 
     history, warnings = histories.read(now_s)
     _warn(console, warnings)
-    return history.without(run_name(url)).prior(now_s)
+    others = history.without(run_name(url))
+    return others.prior(now_s), others.prices()
 
 
 # ---- learn ---------------------------------------------------------------------------------------
@@ -321,7 +323,9 @@ def _as_csv(summaries: list[OfferSummary]) -> str:
     names = [f.name for f in dataclasses.fields(OfferSummary) if f.name != "usd_per_h"]
     rows.writerow([*names, *prices])
     for one in summaries:
-        rows.writerow([*(getattr(one, name) for name in names), *one.usd_per_h])
+        said = (getattr(one, name) for name in names)
+        shown = (cell(value) if isinstance(value, str) else value for value in said)
+        rows.writerow([*shown, *one.usd_per_h])
     return out.getvalue()
 
 

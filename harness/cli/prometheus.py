@@ -33,7 +33,7 @@ def exposing(asked: str, text: Callable[[], str]) -> Iterator[str]:
             if self.path.partition("?")[0] != "/metrics":
                 self.send_error(404, "wanted /metrics")
                 return
-            body = text().encode()
+            body = text().encode(errors="replace")  # names in a bucket may be broken
             self.send_response(200)
             self.send_header("Content-Type", CONTENT_TYPE)
             self.send_header("Content-Length", str(len(body)))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.core.config import flag
-from harness.core.masking import MASK, is_secret, masked_line, masked_value
+from harness.core.masking import MASK, SECRET_NAMES, is_secret, keep_out, masked_line, masked_value
 from harness.core.setups import LAUNCH, PEOPLE, Setup
 
 if TYPE_CHECKING:
@@ -59,6 +59,15 @@ def about_launch(flags: RecordFlags, environ: Mapping[str, str]) -> dict[str, st
     here = {PEOPLE[name]: value for name, value in people(environ).items()}
     here |= {v: environ[v] for v in VARIABLES.values() if environ.get(v)}
     return {**here, **said_in_variables(flags)}
+
+
+def with_names(task: Task) -> Task:
+    """The task, whose nodes are told the image that it names, and which of their variables are
+    secrets. From now on this process masks these."""
+    keep_out(task.secrets.values())
+    names = ",".join(sorted({*task.secrets, *task.managed_secrets}))
+    told = {SECRET_NAMES: names} if names else {}
+    return with_image(dataclasses.replace(task, envs={**task.envs, **told}))
 
 
 def with_image(task: Task) -> Task:

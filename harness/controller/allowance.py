@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from harness.bucket.layout import LIMITS_KEY, AttemptPrice, RunLimits
+from harness.bucket.layout import LIMITS_KEY
+from harness.bucket.limits import AttemptPrice, RunLimits
 from harness.controller.bounds import RunSpec
 from harness.core.world import Node, cloud_of
 from storage.objects import ObjectStore

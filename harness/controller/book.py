@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
-from harness.controller.capacity import CapacityBook
+from harness.controller.capacity import CapacityBook, with_notices
 from harness.controller.durations import Durations
 from harness.core.facts import (
     AttemptDoubted,
@@ -237,6 +237,9 @@ class Book:
                 number = reason.removeprefix("attempt ").partition(":")[0]
                 if number.isdecimal() and (attempt := int(number)) in self.open:
                     self.durations.told(what, attempt, t)
+            case Decided("wait", expected_s=float(until_s)):
+                # nor is a wait that was chosen, for as long as it was expected to last
+                self.progress_s = max(self.progress_s, until_s)
             case AttemptEnded():
                 if fact.attempt in self.offers:
                     self.durations.ended(self.offers[fact.attempt].name, fact)
@@ -338,6 +341,13 @@ class Book:
     def capacity(self) -> dict[str, CapacitySeen]:
         """What was seen of each offer's capacity."""
         return self.seen.capacity
+
+    def capacity_with(
+        self, announced: Collection[int], in_time: Callable[[int], bool]
+    ) -> dict[str, CapacitySeen]:
+        """The same with what notices tell: see `capacity.with_notices`."""
+        ended, up = self.ended.values(), self.open.values()
+        return with_notices(self.capacity, ended, self.offers, up, announced, in_time)
 
     @property
     def standing_in(self) -> dict[int, int]:

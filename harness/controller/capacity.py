@@ -27,9 +27,9 @@ class CapacityBook:
 
     def end(self, name: str, fact: AttemptEnded, others_up: bool) -> None:
         """An attempt is over. `others_up`: other nodes of the offer are still there, so it has not
-        closed altogether."""
+        closed altogether: there was no room for one more, which says nothing of those."""
         if fact.end == "no-capacity":
-            self._look(name, False, fact.gone_s)
+            self._look(name, others_up, fact.gone_s)
             return
         if fact.up_s is None:
             return

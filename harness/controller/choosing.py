@@ -6,13 +6,16 @@ Pure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
-from harness.core.world import Decision, Launch, Offer, View, Wait
+from harness.core.world import Decision, Launch, Node, Offer, View, Wait
 
 # upper limit of every wait here: prices, capacity and nodes are looked at again after it
 LOOK_AGAIN_S = 10.0
 MOST_PLACES = 2  # that a run may have nodes in at a time (`Loop.room`)
+# lengths of cells of tables are rounded to powers of this, so that decisions share tables
+CELL_RATIO = 2**0.25
 
 
 def open_offers(view: View, among: Iterable[Offer] | None = None) -> list[Offer]:
@@ -39,6 +42,30 @@ def usd_per_work(offer: Offer) -> float:
     """USD for what one worker of speed 1 does in an hour: what a step costs, up to a factor
     that all offers share."""
     return offer.usd_per_h / (offer.speed * max(1, offer.gpus))
+
+
+def every(interval_s: float) -> str:
+    """For the reason of a choice: how often a world snapshots in the place that was chosen."""
+    return f", with a snapshot every {interval_s:.0f} s" if interval_s else ""
+
+
+def at_work(view: View, node: Node) -> bool:
+    """Does it train, as far as time tells?"""
+    asked_s = view.now_s - node.asked_s
+    return node.been_up_s(view.now_s) >= 0 and asked_s >= view.known.changeover_s - 1e-3
+
+
+def grid(view: View, work_h: float, time_h: float, cells: int, step: int) -> tuple[float, int]:
+    """Of a table that says what the rest of a run costs: hours of a cell, of which `cells` cover
+    the time from the run's beginning to its deadline, and how many of them all of its work takes,
+    a multiple of `step`. `work_h`, `time_h`: what is left of both."""
+    known = view.known
+    left = known.left(view.committed_step) or 1.0
+    whole_h = work_h * max(1.0, known.work / left)
+    span_h = ((known.deadline_s or 0.0) - view.started_s) / 3600
+    span_h = min(max(span_h, time_h), 3 * whole_h + 24)
+    cell_h = CELL_RATIO ** math.ceil(math.log(span_h / cells, CELL_RATIO))
+    return cell_h, -(-math.ceil(whole_h / cell_h + 1) // step) * step
 
 
 def fill(view: View, among: Iterable[Offer], why: str) -> Decision:

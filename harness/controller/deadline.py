@@ -4,7 +4,8 @@ elsewhere, now or later.
 The last call comes first: when the time that is left just suffices to begin on demand and to do the
 rest there, that is what happens. Until then the alternatives are weighed by what the rest of the
 run will cost after them (`market/lookahead.py`), at the rates at which capacity was seen to come
-and go (`market/rates.py`). Whether a place has a machine is found out by asking for one.
+and go (`market/rates.py`) and prices to wander (`market/wandering.py`). Whether a place has a
+machine is found out by asking for one.
 
 While nobody can tell how much work is left (no step was timed, and the user has not said it), nodes
 are kept up so that it can be told. Without a deadline it takes the cheapest work that can be had.
@@ -21,12 +22,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.controller.choosing import LOOK_AGAIN_S, fill, open_offers, until_next, usd_per_work
+from harness.controller.choosing import (
+    LOOK_AGAIN_S,
+    at_work,
+    every,
+    fill,
+    grid,
+    open_offers,
+    until_next,
+    usd_per_work,
+)
 from harness.controller.fleet import GRACE_S, SAFE, fleet
-from harness.core.known import CapacitySeen
+from harness.core.known import CapacitySeen, SnapshotPace
 from harness.core.world import Decision, Launch, Node, Offer, Terminate, View, Wait
 from harness.market import lookahead
-from harness.market.lookahead import OPEN, Outlook, Terms, class_of
+from harness.market.lookahead import OPEN, Outlook, SpellRates, Terms, class_of
 from harness.market.rates import (
     USUAL_ENDS_PER_H,
     Ends,
@@ -34,12 +44,19 @@ from harness.market.rates import (
     shut_since,
     spell_rates,
 )
+from harness.market.wandering import PricePath, PriceSwing, cheapest, swing_of
 
 PLACES = 32  # so many of the cheapest spot offers are thought about
 YOUNG_LOSSES = 0.5  # more of them are expected of a spell that begins than of one that goes on
 ASK_AGAIN_S = 3600.0  # a cheaper place that is full is not asked again before, by a run that trains
 # rounding, so that decisions that are nearly the same share what is computed
-CELLS, WORK_CELLS, CELL_RATIO, PRICE_RATIO = 240, 24, 2**0.25, 1.1
+CELLS, WORK_CELLS, PRICE_RATIO, SWING_RATIO = 240, 24, 1.1, 1.25
+# Of tables with prices that wander, each level of which takes as much time as a table without. So
+# many of their cells must be left of work, and to spare, for a wait for a lower price.
+COARSE, COARSE_WORK, LEAST_WORK, LEAST_SPARE = 120, 12, 2, 8
+CHEAPER_LATER = "spot will be cheaper in time: waiting costs less"
+# to let a node go and begin again later must save at least so many begins on demand
+WORTH_IT = 0.1
 
 
 def deadline(
@@ -159,9 +176,9 @@ class NodeCase:
 
     def _both(self, rented: Node, bought: Node) -> Decision:
         """One is begun beside the other."""
-        if self._at_work(rented) and self.hours.spare >= 0:
+        if at_work(self.view, rented) and self.hours.spare >= 0:
             return Terminate(bought.attempt, "spot is at work", GRACE_S)
-        if self._at_work(bought) and (self.hours.spare < 0 or rented.attempt < bought.attempt):
+        if at_work(self.view, bought) and (self.hours.spare < 0 or rented.attempt < bought.attempt):
             return Terminate(rented.attempt, "on demand keeps the deadline", GRACE_S)
         return Wait(LOOK_AGAIN_S, "one node is begun beside the other")
 
@@ -174,13 +191,29 @@ class NodeCase:
         after, state = self.outlook(), self._state(rooms)
         wait = after.wait(state, hours.work, hours.useful, hours.look)
         buy = after.buy(state, hours.work, hours.useful)
-        # after a loss there must be time for the last call
-        may_rent = rooms and hours.spare >= hours.begin + hours.look
-        if may_rent and after.rent(hours.work, hours.useful) <= min(wait, buy):
-            return self._ask(rooms[0], "spot is the least that the rest can cost")
+        if rooms and self._may_lose() and after.rent(hours.work, hours.useful) <= min(wait, buy):
+            why = "spot is the least that the rest can cost"
+            return self._wait_for_price() or self._ask(rooms[0], why)
         if buy < wait and dear:
             return self._ask(dear[0], "no spot, and waiting for it would cost more than on demand")
         return self._wait_for_spot(after, (buy - wait) * self.dear[0].usd_per_h)
+
+    def _may_lose(self) -> bool:
+        """Is there time for the last call after a loss?"""
+        return self.hours.spare >= self.hours.begin + self.hours.look
+
+    def _wait_for_price(self) -> Wait | None:
+        """Until spot is as cheap as it should be, as long as that takes on average; None: it is.
+        What it saves is against beginning now, and going on whatever the price is."""
+        later, hours = self._later, self.hours
+        if later is None or (saved := self._saved_later(later)) <= 0:
+            return None
+        for_h, dear = later.terms.cell_h, self.dear[0]
+        on_usd = self._swing.over(self._lowest, hours.work) / usd_per_work(dear)
+        on = (hours.work + hours.begin) * on_usd
+        saved = max(saved, on - later.wait(OPEN, hours.work, hours.useful, for_h))
+        until_s = self.view.now_s + 3600 * later.cheaper_in_h(hours.work, hours.useful, for_h)
+        return Wait(until_next(self.view), CHEAPER_LATER, until_s, saved * dear.usd_per_h)
 
     def _wait_for_spot(self, after: Outlook, saving_usd: float) -> Wait:
         """Until some place has a machine again, as long as that takes on average."""
@@ -200,9 +233,12 @@ class NodeCase:
         stay = after.stay(state, work, time, hours.look)
         drop = after.wait(state, work, hours.useful, hours.look)
         if rooms and min(drop, after.change(work, time)) < stay:
+            if self._may_lose() and self._wait_for_price():
+                return Terminate(bought.attempt, CHEAPER_LATER, GRACE_S)
             return self._ask(rooms[0], "spot costs less than on demand from now on", bought)
-        if not rooms and drop < stay - 0.1 * hours.begin and hours.spare >= hours.begin:
-            return Terminate(bought.attempt, "spot will be back in time: waiting costs less")
+        if not rooms and drop < stay - WORTH_IT * hours.begin and hours.spare >= hours.begin:
+            why = "spot will be back in time: waiting costs less"
+            return Terminate(bought.attempt, why, GRACE_S)
         return Wait(until_next(self.view), "on demand keeps the deadline")
 
     def _on_spot(self, rented: Node) -> Decision:
@@ -211,17 +247,32 @@ class NodeCase:
         late = hours.time - hours.work < hours.begin + hours.lost
         if dear and hours.work > hours.begin and late:
             return self._ask(dear[0], "the last call: on demand, beside spot", rented)
-        if not self._at_work(rented):
+        if not at_work(self.view, rented):
             return Wait(LOOK_AGAIN_S, "spot is begun")
         if better := self._cheaper(rented):
             return self._ask(better, "the rest costs less in another place", rented)
+        if self._may_lose() and self._later and self._saved_later(self._later, rented) > 0:
+            return Terminate(rented.attempt, CHEAPER_LATER, GRACE_S)
         return Wait(LOOK_AGAIN_S, "spot is at work")
+
+    def _saved_later(self, later: Outlook, rented: Node | None = None) -> float:
+        """By waiting for a lower price instead of beginning on spot, or going on there, in hours of
+        on demand. They are compared over a whole cell, since the best moment is nearly as good as
+        the next."""
+        hours, for_h = self.hours, later.terms.cell_h
+        wait = later.wait(OPEN, hours.work, hours.useful, for_h)
+        if rented is None:
+            now = later.rent(hours.work, hours.useful)
+        else:
+            age = class_of(max(0.0, rented.been_up_s(self.view.now_s)) / 3600)
+            now = later.keep(age, hours.work, hours.useful, for_h)
+        return now - wait - WORTH_IT * hours.begin
 
     def _cheaper(self, rented: Node) -> Offer | None:
         """A place that is worth a move: it must save twice what the move, and the losses that a
         young spell has more of, are expected to cost."""
         hours, now_s = self.hours, self.view.now_s
-        here = usd_per_work(rented.offer)
+        here = self._now(rented.offer)
         for offer in self._rooms:
             seen = self.view.known.capacity.get(offer.name)
             full = seen and seen.open is False and now_s - seen.seen_s < ASK_AGAIN_S
@@ -229,24 +280,24 @@ class NodeCase:
             if full or there >= here or offer.name == rented.offer.name:
                 continue
             stay_h = min(hours.work - hours.begin, 1 / self._losses_per_h(offer))
+            saved = self._over(rented.offer, here, stay_h) - self._over(offer, there, stay_h)
             move = self.view.known.move_usd if offer.place != rented.offer.place else 0.0
             move += there * hours.begin + YOUNG_LOSSES * (self._loss_usd(offer) + move)
-            if (here - there) * stay_h > 2 * move:
+            if saved * stay_h > 2 * move:
                 return offer
         return None
 
     # ---- what it is weighed by -------------------------------------------------------------------
-    def _at_work(self, node: Node) -> bool:
-        """Does it train, as far as time tells?"""
-        asked_h = (self.view.now_s - node.asked_s) / 3600
-        return node.been_up_s(self.view.now_s) >= 0 and (
-            asked_h >= self.view.known.changeover_s / 3600 - 1e-9
-        )
-
     def _ask(self, offer: Offer, why: str, beside: Node | None = None) -> Decision:
         if beside is None and len(self.view.alive) >= self.view.max_nodes:
             return Wait(LOOK_AGAIN_S, "a node that may not stay is still there")
+        why += every(self._snapshots(offer).interval_s)
         return Launch(offer, why, None if beside is None else beside.attempt)
+
+    def _snapshots(self, offer: Offer) -> SnapshotPace:
+        """As a world there makes them, at the rate at which work is lost there."""
+        seen = self.view.known.capacity.get(offer.name) if offer.spot else None
+        return self.view.known.snapshots(seen, 1)
 
     def _seen(self) -> list[CapacitySeen | None]:
         return [self.view.known.capacity.get(offer.name) for offer in self.spot]
@@ -260,8 +311,15 @@ class NodeCase:
         return 1 + class_of(shut_h)
 
     def outlook(self) -> Outlook:
-        """What the rest costs, under the rates that were seen."""
-        known, price = self.view.known, usd_per_work(self.dear[0])
+        """What the rest costs, at the rates that were seen and the price that spot has now."""
+        cell_h, work_cells = grid(self.view, self.hours.work, self.hours.time, CELLS, WORK_CELLS)
+        share = max(self._lowest / usd_per_work(self.dear[0]), 0.01)
+        price = _rounded(share, PRICE_RATIO)
+        return lookahead.outlook(
+            Terms(self._rates(), price, self.hours.begin, cell_h, CELLS + 1, work_cells)
+        )
+
+    def _rates(self) -> SpellRates:
         held = next(
             (
                 i
@@ -270,25 +328,87 @@ class NodeCase:
             ),
             -1,
         )
-        whole = max(self.hours.work, known.work * self.hours.work / self._left())
-        span = ((known.deadline_s or 0.0) - self.view.started_s) / 3600
-        span = min(max(span, self.hours.time), 3 * whole + 24)
-        cell_h = CELL_RATIO ** math.ceil(math.log(span / CELLS, CELL_RATIO))
-        work_cells = -(-math.ceil(whole / cell_h + 1) // WORK_CELLS) * WORK_CELLS
-        share = min((usd_per_work(o) for o in self._rooms or self.spot), default=price) / price
-        return lookahead.outlook(
+        return spell_rates(self._seen(), self.view.now_s, held)
+
+    # ---- prices ----------------------------------------------------------------------------------
+    @functools.cached_property
+    def _later(self) -> Outlook | None:
+        """What the rest costs where prices wander: for waits for a lower one, and nothing else,
+        since it is less exact. None: they stand still, or too little work or time is left."""
+        dear, swing, hours = usd_per_work((self.dear or self.spot)[0]), self._swing, self.hours
+        if not (self.dear and swing.swing):
+            return None
+        cell_h, work_cells = grid(self.view, hours.work, hours.time, COARSE, COARSE_WORK)
+        if hours.work < LEAST_WORK * cell_h or hours.spare < LEAST_SPARE * cell_h:
+            return None
+        rounded = PriceSwing(
+            _rounded(swing.usual_usd / dear, PRICE_RATIO),
+            _rounded(swing.swing, SWING_RATIO),
+            _rounded(swing.pull_per_h, SWING_RATIO),
+        )
+        seen = self.view.known.capacity.get(self._among[0].name)
+        open_h = seen.age_s(self.view.now_s) / 3600 if seen and seen.open else 0.0
+        rates = dataclasses.replace(self._rates(), open_class=class_of(open_h))
+        found = lookahead.outlook(
             Terms(
-                spell_rates(self._seen(), self.view.now_s, held),
-                round(PRICE_RATIO ** round(math.log(max(share, 0.01), PRICE_RATIO)), 4),
-                self.hours.begin,
+                rates,
+                rounded.usual_usd,
+                hours.begin,
                 cell_h,
-                CELLS + 1,
+                COARSE + 1,
                 work_cells,
+                rounded.swing,
+                rounded.pull_per_h,
             )
         )
+        return dataclasses.replace(found, level=rounded.level(self._lowest / dear))
 
-    def _left(self) -> float:
-        return self.view.known.left(self.view.committed_step) or 1.0
+    @functools.cached_property
+    def _among(self) -> list[Offer]:
+        """Spot that may be had now, and what is held; all spot while there is none."""
+        held = [n.offer for n in self.nodes if n.offer.spot]
+        return [*self._rooms, *held] or list(self.spot)
+
+    @functools.cached_property
+    def _swing(self) -> PriceSwing:
+        """How the price of work wanders on the cheapest spot of those."""
+        names = {offer.name: offer for offer in self._among}
+        found = tuple(path for offer in names.values() if (path := self._path(offer)))
+        if not any(len(path) > 1 for path in found):
+            return PriceSwing(self._lowest)
+        swing = swing_of(cheapest(found), self._until_h)
+        return swing if swing.swing else PriceSwing(self._lowest)
+
+    @functools.cached_property
+    def _lowest(self) -> float:
+        """The price of work now on the cheapest of those."""
+        return min(map(self._now, self._among), default=usd_per_work(self.dear[0]))
+
+    def _path(self, offer: Offer) -> PricePath:
+        """The price of work on an offer, as far as it was seen."""
+        path = self.view.known.prices.get(offer.name, ())
+        of_node = offer.speed * max(1, offer.gpus)
+        return path if of_node == 1.0 else tuple((t, usd / of_node) for t, usd in path)
+
+    def _over(self, offer: Offer, usd: float, hours: float) -> float:
+        """What work costs there on average in the next hours, if it costs `usd` now."""
+        path = self._path(offer)
+        return swing_of(path, self._until_h).over(usd, hours) if len(path) > 1 else usd
+
+    @property
+    def _until_h(self) -> int:
+        return math.ceil(self.view.now_s / 3600)
+
+    def _now(self, offer: Offer) -> float:
+        """The price of work there now; a node goes by the price of its offer."""
+        return usd_per_work(self._offered.get(offer.name, offer))
+
+    @functools.cached_property
+    def _offered(self) -> dict[str, Offer]:
+        found = {offer.name: offer for offer in self.spot}
+        for held in {node.offer.name for node in self.nodes} - {*found}:
+            found |= {offer.name: offer for offer in self.view.offers if offer.name == held}
+        return found
 
     @functools.cached_property
     def _rooms(self) -> list[Offer]:
@@ -301,16 +421,19 @@ class NodeCase:
 
     def _usd_per_h(self, offer: Offer) -> float:
         """What an hour of one worker's work costs there, losses and a move included."""
-        price, losses = usd_per_work(offer), self._losses_per_h(offer)
+        losses = self._losses_per_h(offer)
         stay_h = max(0.1, min(self.hours.work, 1 / losses))
+        price = self._over(offer, usd_per_work(offer), stay_h)
         away = offer.place not in ("", self._home())
         move_usd = self.view.known.move_usd if away else 0.0
+        price *= 1 + self._snapshots(offer).share
         return price + losses * self._loss_usd(offer) + move_usd / stay_h
 
     def _loss_usd(self, offer: Offer) -> float:
         """What a loss there costs: a begin elsewhere, and the work that is done again."""
         price, dear = usd_per_work(offer), usd_per_work((self.dear or self.spot)[0])
-        return self.hours.begin * (price + dear) / 2 + self.hours.lost * price
+        lost_h = self._snapshots(offer).lost_s / 3600
+        return self.hours.begin * (price + dear) / 2 + lost_h * price
 
     def _losses_per_h(self, offer: Offer) -> float:
         pool = self._pool.pace()
@@ -333,3 +456,8 @@ class NodeCase:
         seen = self.view.known.capacity
         been = [o for o in self.view.offers if o.name in seen and seen[o.name].node_s > 0]
         return max(been, key=lambda o: seen[o.name].seen_s).place if been else ""
+
+
+def _rounded(value: float, ratio: float) -> float:
+    """To a power of it; 0 stays 0."""
+    return round(ratio ** round(math.log(value, ratio)), 4) if value > 0 else 0.0

@@ -16,7 +16,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.controller.choosing import LOOK_AGAIN_S, open_offers, until_next, usd_per_work
+from harness.controller.choosing import (
+    LOOK_AGAIN_S,
+    at_work,
+    grid,
+    open_offers,
+    until_next,
+    usd_per_work,
+)
 from harness.core.world import Decision, Launch, Node, Offer, Terminate, View, Wait
 from harness.market.fluid import FleetOutlook, FleetTerms, fleet_outlook
 
@@ -28,7 +35,7 @@ USUAL_LOSS_PER_H, USUAL_LOSSES = 0.2, 2.0
 USUAL_SHARE, USUAL_SHARE_H = 0.6, 6.0
 # A market may be so many times as restless as it was: time is kept for as many begins.
 RESTLESS = 2.0
-CELLS, WORK_CELLS, CELL_RATIO, RATIO = 300, 16, 2**0.25, 1.3
+CELLS, WORK_CELLS, RATIO = 300, 16, 1.3
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,8 @@ class FleetCase:
         """... when so many are on spot or missing, and some have yet to begin."""
         stand_ins = self.view.standing_in
         begun = sum(
-            not self._at_work(n) and n.attempt not in stand_ins for n in self.rented + self.bought
+            not at_work(self.view, n) and n.attempt not in stand_ins
+            for n in self.rented + self.bought
         )
         return self.hours.safe((nodes + begun) / self.most, min(nodes, len(self.rented) + 1))
 
@@ -136,19 +144,12 @@ class FleetCase:
         done = [
             self.view.standing_in[node.attempt]
             for node in self.rented
-            if self.view.standing_in.get(node.attempt) in there and self._at_work(node)
+            if self.view.standing_in.get(node.attempt) in there and at_work(self.view, node)
         ]
         if not done:
             return None
         why = "the spot node in its stead is at work"
         return Terminate(done[0], why, GRACE_S, tuple(done[1:]))
-
-    def _at_work(self, node: Node) -> bool:
-        """Does it train, as far as time tells?"""
-        asked_s = self.view.now_s - node.asked_s
-        return (
-            node.been_up_s(self.view.now_s) >= 0 and asked_s >= self.view.known.changeover_s - 1e-3
-        )
 
     def _short(self, more_h: float = 0.0) -> bool:
         """Is less time left over than the losses to come may cost? Without it there would be no
@@ -157,11 +158,6 @@ class FleetCase:
         begins = RESTLESS * self._loss_per_h * self._share() * hours.time
         losses_h = begins * (hours.begin + self.most * hours.lost)
         return hours.time - hours.work < hours.kept + losses_h + more_h
-
-    def _whole(self) -> float:
-        view, hours = self.view, self.hours
-        done = (view.known.left(view.committed_step) or 1.0) / max(view.known.work, 1e-9)
-        return max(hours.work, hours.work / max(done, 1e-3) if done < 1 else hours.work)
 
     def _missing_usd(self, missing: int) -> float:
         """Of beginning them on demand, in hours of the fleet; with what makes it worth a change."""
@@ -216,10 +212,7 @@ class FleetCase:
         dear = usd_per_work(self.dear[0]) if self.dear else math.inf
         spot = usd_per_work(self.spot[0]) if self.spot else dear
         view, hours = self.view, self.hours
-        whole = self._whole()
-        span = ((view.known.deadline_s or 0.0) - view.started_s) / 3600
-        span = min(max(span, hours.time), 3 * whole + 24)
-        cell_h = CELL_RATIO ** math.ceil(math.log(span / CELLS, CELL_RATIO))
+        cell_h, work_cells = grid(view, hours.work, hours.time, CELLS, WORK_CELLS)
         return fleet_outlook(
             FleetTerms(
                 _rounded(self._loss_per_h),
@@ -230,7 +223,7 @@ class FleetCase:
                 round(hours.kept, 4),
                 cell_h,
                 CELLS + 1,
-                -(-math.ceil(whole / cell_h + 1) // WORK_CELLS) * WORK_CELLS,
+                work_cells,
             )
         )
 

@@ -13,12 +13,13 @@ from typing import Protocol
 
 from harness.bucket.journal import Follower
 from harness.controller.book import Book
-from harness.controller.capacity import with_notices
 from harness.controller.learned import LEAST_STEPS, LearnedRun, median, paces, typical
 from harness.core import prices
 from harness.core.facts import Fact, PricesSeen
 from harness.core.known import CapacitySeen, Knowledge
+from harness.core.losses import cost_s
 from harness.core.world import Offer
+from harness.market.wandering import PricePath
 from storage.errors import StoreError
 from storage.objects import ObjectStore
 
@@ -64,8 +65,8 @@ class RunLearner:
     the loop sees. A bucket that does not answer is asked again later; until then it knows what it
     knew.
 
-    `record` takes facts, to keep the history of prices. `prior`: of offers, what was known of their
-    capacity before this run began.
+    `record` takes facts, to keep the history of prices. `prior`, `prices`: of offers, what was
+    known of their capacity and their prices before this run began.
     """
 
     def __init__(
@@ -74,11 +75,12 @@ class RunLearner:
         wanted: RunGoals = RunGoals(),
         record: Callable[[Fact], None] | None = None,
         prior: Mapping[str, CapacitySeen] | None = None,
+        prices: Mapping[str, PricePath] | None = None,
     ):
         self._store, self._wanted = store, wanted
         self._follower = Follower(store, most=MOST_SEGMENTS)
         self._learned = LearnedRun()
-        self._prices = PriceBook(record)
+        self._prices = PriceBook(record, prices)
         self._prior = dict(prior or {})
         self._known, self._said_work = Knowledge(), 0.0
         self._due_s = float("-inf")
@@ -123,6 +125,8 @@ class RunLearner:
         snapshot = learned.snapshot[1] if learned.snapshot else None
         interval_s = (snapshot.interval_s if snapshot else 0.0) or median(learned.gaps_s, 0.0)
         nbytes, places = snapshot.nbytes if snapshot else 0, _places(book)
+        commit_s = median(learned.commits_s, 0.0)
+        derived = snapshot is not None and snapshot.between_losses_s > 0
         known = Knowledge(
             total_steps=session.total_steps if session else 0,
             work=self._said_work,
@@ -131,7 +135,11 @@ class RunLearner:
             paces=paces(timings),
             changeover_s=median(learned.changeovers_s, wanted.changeover_s),
             look_s=wanted.look_s,
-            lost_s=interval_s / 2 + median(learned.commits_s, 0.0),
+            lost_s=interval_s / 2 + commit_s,
+            snapshot_cost_s=cost_s(snapshot.stall_s, snapshot.slowdown, commit_s)
+            if snapshot and derived
+            else 0.0,
+            commit_s=commit_s,
             snapshot_bytes=nbytes,
             home=prices.beside(self._store.url, places),
             move_usd=prices.leave_usd(
@@ -152,14 +160,7 @@ class RunLearner:
         state = (len(book.ended), up, self._looks)
         if self._losses is None or self._losses[0] != state:
             notices = self._learned.notices
-            found = with_notices(
-                book.capacity,
-                book.ended.values(),
-                book.offers,
-                book.open.values(),
-                notices.announced,
-                notices.in_time,
-            )
+            found = book.capacity_with(notices.announced, notices.in_time)
             for name, prior in self._prior.items():
                 found[name] = found.get(name, CapacitySeen()).after(prior)
             self._losses = state, found
@@ -168,10 +169,15 @@ class RunLearner:
 
 class PriceBook:
     """Prices of offers as they were seen to change. `known`: by offer, (when, USD per hour), the
-    oldest first; replaced, never changed. `record`: takes a fact of what has changed."""
+    oldest first; replaced, never changed. `record`: takes a fact of what has changed; `before`:
+    what was known of them at the beginning."""
 
-    def __init__(self, record: Callable[[Fact], None] | None = None):
-        self.known: dict[str, tuple[tuple[float, float], ...]] = {}
+    def __init__(
+        self,
+        record: Callable[[Fact], None] | None = None,
+        before: Mapping[str, PricePath] | None = None,
+    ):
+        self.known = {name: path[-MOST_CHANGES:] for name, path in (before or {}).items()}
         self._record = record
         self._told: dict[str, float] = {}  # USD per hour, as it was written down
         self._seen_s = self._told_s = float("-inf")
@@ -199,7 +205,7 @@ class PriceBook:
             self._record(PricesSeen(news))
 
     def _add(self, t: float, usd_per_h: Mapping[str, float]) -> None:
-        news: dict[str, tuple[tuple[float, float], ...]] = {}
+        news: dict[str, PricePath] = {}
         for name, usd in usd_per_h.items():
             before = self.known.get(name)
             if before is None and len(self.known) + len(news) >= MOST_OFFERS:

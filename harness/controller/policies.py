@@ -15,6 +15,7 @@ from typing import Any
 
 from harness.controller.choosing import (
     LOOK_AGAIN_S,
+    every,
     fill,
     open_offers,
     until_next,
@@ -61,7 +62,9 @@ def _by_worth(view: View, per_work: bool, why: str) -> Decision:
     worth = Worth(view, per_work)
     if (offer := worth.best(offers)) is None:
         return Wait(LOOK_AGAIN_S, "the micro-batches are shared out: more nodes would be idle")
-    return Launch(offer, why if worth.nothing_known else "a useful step is expected to cost least")
+    if not worth.nothing_known:
+        why = "a useful step is expected to cost least"
+    return Launch(offer, why + every(worth.interval_s(offer)))
 
 
 def patient(view: View, *, premium: float = 1.25, patience_s: float = 1800.0) -> Decision:

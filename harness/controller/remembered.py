@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 from harness.bucket.journal import Follower
 from harness.controller.book import Book
-from harness.controller.capacity import with_notices
 from harness.controller.learned import Notices
 from harness.core.facts import AttemptIntended, PricesSeen, Stamped
 from harness.core.known import CapacitySeen
@@ -40,16 +39,9 @@ class RunMemory:
         next time."""
         for stamped in self._follower.poll():
             self._add(stamped)
-        book = self._book
-        capacity = with_notices(
-            book.capacity,
-            book.ended.values(),
-            book.offers,
-            book.open.values(),
-            self._notices.announced,
-            self._notices.in_time,
-        )
-        return _records(self._run, book, capacity, self._prices)
+        notices = self._notices
+        capacity = self._book.capacity_with(notices.announced, notices.in_time)
+        return _records(self._run, self._book, capacity, self._prices)
 
     def _add(self, stamped: Stamped) -> None:
         self._notices.add(stamped.fact)

@@ -127,13 +127,19 @@ class Worth:
         key = (offer.name if seen else "", offer.spot, offer.place)
         if key not in self._losses:
             loss_per_h, unnoticed_per_h = losses_per_h(seen) if self._risky(offer) else (0, 0)
+            pace = self.known.snapshots(seen, self.nodes)
             lost_h = (
-                loss_per_h * self.known.changeover_s
-                + unnoticed_per_h * self.known.lost_s * self.nodes
+                loss_per_h * self.known.changeover_s + unnoticed_per_h * pace.lost_s * self.nodes
             ) / 3600
             stay_h = 1 / max(loss_per_h, 1 / LONGEST_STAY_H)
-            self._losses[key] = math.exp(-lost_h), self._move_usd(offer) / stay_h
+            share = pace.share if self._losses_known else 0.0
+            self._losses[key] = (1 - share) * math.exp(-lost_h), self._move_usd(offer) / stay_h
         return self._losses[key]
+
+    def interval_s(self, offer: Offer) -> float:
+        """Between two snapshots of a world there; 0: not known."""
+        seen = self.known.capacity.get(offer.name) if offer.spot else None
+        return self.known.snapshots(seen, self.nodes).interval_s
 
     def _risky(self, offer: Offer) -> bool:
         return offer.spot and self._losses_known

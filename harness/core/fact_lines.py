@@ -12,6 +12,7 @@ import json
 from typing import Any
 
 from harness.core.facts import KINDS, Fact, Stamped, Unreadable
+from harness.core.masking import masked_deep
 from harness.core.signing import SigningKey
 from harness.core.values import (
     MOST_T,
@@ -34,7 +35,8 @@ class Chain:
         self.writer, self.head = writer, digest(writer.encode())
 
     def line(self, t: float, fact: Fact) -> str:
-        said = {"fact": fact.kind, "t": t, **dataclasses.asdict(fact), "prev": self.head}
+        told = masked_deep(dataclasses.asdict(fact))
+        said = {"fact": fact.kind, "t": t, **told, "prev": self.head}
         return self._chained(stamped(said))
 
     def seal(self, t: float, key: SigningKey) -> str:

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from harness.core.losses import LossesSeen, derived_interval_s
+
 MOST_SPELLS = 256  # kept of each offer, the newest
 
 
@@ -61,6 +63,16 @@ class CapacitySeen:
 
 
 @dataclass(frozen=True)
+class SnapshotPace:
+    """How a world would snapshot in some place: every `interval_s` seconds (0: not known), which
+    takes a `share` of its training; `lost_s` of it go with a loss without notice."""
+
+    interval_s: float
+    lost_s: float
+    share: float
+
+
+@dataclass(frozen=True)
 class StepPace:
     """How fast steps were in one kind of world: the median of `step_s` seconds over `steps` steps
     of `ranks` workers, each on one `accelerator`."""
@@ -88,6 +100,10 @@ class Knowledge:
     look_s: float = 10.0  # from one decision to the next, at most
     # training that is lost when a node is taken without notice: half a snapshot interval or so
     lost_s: float = 0.0
+    # of training, that one snapshot costs, and from its begin to its commit; 0: not known, or the
+    # script says how often there is one
+    snapshot_cost_s: float = 0.0
+    commit_s: float = 0.0
     snapshot_bytes: int = 0
     move_usd: float = 0.0  # for the snapshot to leave the region, once
     home: str = ""  # the place (`Offer.place`) where snapshots are read for nothing
@@ -96,6 +112,17 @@ class Knowledge:
     capacity: Mapping[str, CapacitySeen] = field(default_factory=dict)  # by offer
     # by offer: (when, USD per hour) of each change that was seen, the oldest first
     prices: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+
+    def snapshots(self, seen: CapacitySeen | None, nodes: int) -> SnapshotPace:
+        """Of a world of so many nodes, where that was seen; None: nothing was."""
+        if not self.snapshot_cost_s:
+            return SnapshotPace(0.0, self.lost_s, 0.0)
+        losses = LossesSeen(seen.unnoticed, seen.node_s) if seen else LossesSeen()
+        interval_s = derived_interval_s(
+            self.snapshot_cost_s, self.commit_s, losses.between_s(nodes)
+        )
+        share = min(1.0, self.snapshot_cost_s / interval_s)
+        return SnapshotPace(interval_s, interval_s / 2 + self.commit_s, share)
 
     def efficiency(self, ranks: int) -> float:
         """Share of a world's workers that is at work: shares of a step are uneven where the

@@ -18,6 +18,7 @@ from harness.core.values import BadObject, number, word
 
 # mean time between losses while nothing was seen: as if one had come in the first hour
 ASSUMED_S = 3600.0
+LEAST_S, MOST_S = 10.0, 1800.0  # of a derived interval
 MEMORY_S = 86400.0  # training after which what was seen counts for 1/e of what it did
 MOST_PLACES, MOST_LETTERS = 16, 200
 ORDERLY = ("notice", "drain", "resize", "stop", "final")  # why the last snapshot of a world is made
@@ -38,6 +39,12 @@ def cost_s(stall_s: float, slowdown: float, commit_s: float) -> float:
     `commit_s`: from its begin to its commit."""
     stall_s = max(0.0, stall_s)
     return stall_s + max(0.0, slowdown) * max(0.0, commit_s - stall_s)
+
+
+def derived_interval_s(cost_s: float, commit_s: float, between_losses_s: float) -> float:
+    """Between two snapshots, in the worker and where a policy weighs places: the one that loses
+    least, within bounds, and never so short that uploads overlap."""
+    return min(MOST_S, max(LEAST_S, daly(cost_s, between_losses_s), 3 * commit_s))
 
 
 @dataclass(frozen=True)

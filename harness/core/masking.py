@@ -1,14 +1,17 @@
 """Secrets, by their names and by their looks: what is left out of everything that a run keeps.
 
-Pure. A name says most (`--api-key`, `HF_TOKEN`); keys of well-known services are known by their
-form wherever they stand. What cannot be known for a secret is kept: put none into flags.
+A name says most (`--api-key`, `HF_TOKEN`); keys of well-known services are known by their form
+wherever they stand. Each process learns the values of its own secrets when it starts (`learn`), so
+that an exception or a line of a log that quotes one is masked as well. What cannot be known for a
+secret is kept: put none into flags.
 """
 
 from __future__ import annotations
 
 import re
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 MASK = "***"
 # of flags and of keys of a configuration
@@ -44,7 +47,52 @@ _IN_URL = re.compile(
     r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,20}://)[^\s/@:'\"]{0,200}:[^\s/@'\"]{1,500}@",
     re.IGNORECASE,
 )
+# of a URL that is signed: Azure's sig, AWS's and Google's presigned ones, tokens
+_IN_QUERY = re.compile(
+    r"([?&](?:sig|signature|x-(?:amz|goog)-(?:signature|credential|security-token)|token"
+    r"|access_token|api_?key|key|password|secret)=)[^&\s'\"<>]{6,2000}",
+    re.IGNORECASE,
+)
 _SIGNED = re.compile(r"sig|signature|token|key|secret|credential|password|auth", re.IGNORECASE)
+
+
+# of variables whose values are masked wherever they stand
+_HOLDS = re.compile(
+    r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSW\w*|PASSPHRASE|CREDENTIALS?|AUTH|COOKIE|PAT|ALERT)S?(_|$)",
+    re.IGNORECASE,
+)
+SECRET_NAMES = "HARNESS_SECRETS"  # names of the task's own secrets, with commas between
+LEAST_LETTERS = 8  # of a value: a shorter one stands in many words
+_learned: list[str] = []  # of this process, the longest first; grows only
+
+
+def learn(environ: Mapping[str, str]) -> None:
+    """From now on this process masks the values of variables whose names say that they are
+    secrets, and of those that SECRET_NAMES names. Paths of files are none."""
+    named = set(environ.get(SECRET_NAMES, "").split(","))
+    keep_out(
+        word
+        for name, value in environ.items()
+        if name != SECRET_NAMES and (name in named or _HOLDS.search(name))
+        for word in ({value, *value.split()} if "ALERT" in name.upper() else {value})
+    )
+
+
+def keep_out(values: Iterable[str]) -> None:
+    """From now on this process masks these values, as they are and as a URL has them."""
+    found = {v.strip() for v in values}
+    found = {v for v in found if len(v) >= LEAST_LETTERS and not v.startswith(("/", "~", "./"))}
+    found |= {urllib.parse.quote(v, safe="") for v in found}
+    _learned[:] = sorted(found.union(_learned), key=len, reverse=True)
+
+
+def masked_deep(value: Any) -> Any:
+    """The same JSON, with all of its text masked."""
+    if isinstance(value, str):
+        return masked(value) if len(value) >= LEAST_LETTERS else value
+    if isinstance(value, dict):
+        return {masked_deep(k): masked_deep(v) for k, v in value.items()}
+    return [masked_deep(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def is_secret(name: str) -> bool:
@@ -53,9 +101,14 @@ def is_secret(name: str) -> bool:
 
 
 def masked(text: str) -> str:
-    """Without what is known for a secret by its form, wherever it stands: keys, and passwords in
-    URLs."""
-    return _IN_URL.sub(rf"\1{MASK}@", _FORMS.sub(MASK, text))
+    """Without what is known for a secret by its form, wherever it stands: keys, passwords and
+    signatures in URLs; and without what this process has learned."""
+    for secret in _learned:
+        text = text.replace(secret, MASK)
+    text = _FORMS.sub(MASK, text)
+    if "://" in text or "sig" in text.lower():
+        text = _IN_QUERY.sub(rf"\1{MASK}", _IN_URL.sub(rf"\1{MASK}@", text))
+    return text
 
 
 def masked_line(text: str) -> str:

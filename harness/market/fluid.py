@@ -12,13 +12,13 @@ Costs are in hours of the whole fleet on demand. Pure.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from harness.market.lookahead import LATE, place_below
+from harness.market.wandering import chances
 
 LEVELS = 5  # of the share on spot: 0, 1/4, ... 1
 WITHOUT, WITH = 0, 1  # what is made up on demand
@@ -78,12 +78,8 @@ def drift(terms: FleetTerms) -> NDArray[np.float32]:
             open_per_h = terms.loss_per_h * terms.share / max(0.05, 1 - terms.share)
             rate[level, level + 1] = open_per_h * (LEVELS - 1 - level)
     np.fill_diagonal(rate, -rate.sum(axis=1))
-    halves = max(0, math.ceil(math.log2(max(1e-9, -rate.min() * terms.cell_h) / 0.1)))
-    found = np.eye(LEVELS) + rate * (terms.cell_h / 2**halves)
-    for _ in range(halves):
-        found = found @ found
-    chances: NDArray[np.float32] = found.astype(np.float32)
-    return chances
+    found: NDArray[np.float32] = chances(rate, terms.cell_h).astype(np.float32)
+    return found
 
 
 @functools.lru_cache(maxsize=MOST_FLEETS)
@@ -92,14 +88,14 @@ def fleet_outlook(terms: FleetTerms) -> FleetOutlook:
     works, cell_h = terms.work_cells + 1, terms.cell_h
     costs = np.empty((terms.time_cells + 1, 2, LEVELS, works), np.float32)
     costs[0] = LATE * cell_h * np.arange(works)
-    chances = drift(terms)
+    moved = drift(terms)
     shares = np.linspace(0.0, 1.0, LEVELS)
     begin = ((1 - shares) * terms.changeover_h).astype(np.float32)[:, None]
     places = np.arange(works, dtype=np.float64)
     # every loss costs the work of a begin
     works_on = 1 - min(0.5, terms.loss_per_h * terms.changeover_h)
     for r in range(1, terms.time_cells + 1):
-        after = np.einsum("ij,bjw->biw", chances, costs[r - 1])
+        after = np.einsum("ij,bjw->biw", moved, costs[r - 1])
         spare_h = (r - places) * cell_h
         safe = np.clip(spare_h / terms.kept_h, 0.0, 1.0)
         both = costs[r]

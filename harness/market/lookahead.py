@@ -4,13 +4,16 @@ programme over the work and the time that are left, and over the age of spells o
 One node. It trains on spot or on demand, or waits. A begin is billed, and makes no progress for a
 changeover; from on demand to spot it is made beside the node that trains on, and so costs money
 only. Spells of capacity end at rates that depend on their age (`SpellRates`): of most markets, what
-has lasted for long goes on for long, and much of what has just begun is over soon.
+has lasted for long goes on for long, and much of what has just begun is over soon. The price of
+spot stands still, or wanders over some levels (`wandering.py`); then spot may also be left for as
+long as it is dear.
 
 Costs are in hours of on demand: multiply by its price. Pure.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -20,6 +23,14 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.market.wandering import (
+    chances,
+    hours_until,
+    level_factor,
+    level_factors,
+    level_rates,
+)
+
 CostVector: TypeAlias = NDArray[np.float64]
 
 # ages in hours at which the next class of age begins
@@ -27,7 +38,8 @@ AGES_H = (0.0, 0.34, 1.0, 3.0, 9.0)
 CLASSES = len(AGES_H)
 # what an hour of work costs that is not done at the deadline, in hours of on demand
 LATE = 30.0
-MOST_TABLES, MOST_MOVES = 96, 4096  # that are kept
+# that are kept; tables of prices that wander take as much more memory as there are levels
+MOST_TABLES, MOST_WANDERING, MOST_MOVES = 96, 16, 4096
 SHORT_H = 0.1  # in which a spell changes once at most, nearly
 OPEN = 0  # of a market's states; 1 + class: it is closed, for so long
 
@@ -35,11 +47,13 @@ OPEN = 0  # of a market's states; 1 + class: it is closed, for so long
 @dataclass(frozen=True)
 class SpellRates:
     """Per hour, by class of age: how often open capacity closes, and closed capacity opens.
-    `another`: the chance that some other place is open when one closes."""
+    `another`: the chance that some other place is open when one closes. `open_class`: of open
+    capacity where no node of ours is; nobody sees how old it gets."""
 
     close_per_h: tuple[float, ...]
     open_per_h: tuple[float, ...]
     another: float = 0.0
+    open_class: int = 0
 
 
 def class_of(age_h: float) -> int:
@@ -77,8 +91,7 @@ def moves(rates: SpellRates, hours: float) -> Moves:
     kept, lost = _aging(rates.close_per_h, short_h)
     still, opened = _aging(rates.open_per_h, short_h)
     market = np.zeros((1 + CLASSES, 1 + CLASSES))
-    # While no node of ours is there, nobody sees how old an open spell gets.
-    closed = lost[0] * (1 - rates.another)
+    closed = lost[rates.open_class] * (1 - rates.another)
     market[OPEN, OPEN], market[OPEN, 1] = 1 - closed, closed
     market[1:, 1:], market[1:, OPEN] = still, opened
     for _ in range(halves):
@@ -97,8 +110,9 @@ def _aging(per_h: tuple[float, ...], hours: float) -> tuple[CostVector, CostVect
 
 @dataclass(frozen=True)
 class Terms:
-    """What a table of costs depends on. `price`: of spot, as a share of on demand; cells are of
-    time, and of work."""
+    """What a table of costs depends on. `price`: what spot usually costs, as a share of on demand;
+    `swing`, `pull_per_h`: how it wanders around that (`wandering.PriceSwing`). Cells are of time,
+    and of work."""
 
     rates: SpellRates
     price: float
@@ -106,29 +120,42 @@ class Terms:
     cell_h: float
     time_cells: int
     work_cells: int
+    swing: float = 0.0
+    pull_per_h: float = 0.0
+
+    @functools.cached_property
+    def prices(self) -> tuple[float, ...]:
+        """Of spot, by level."""
+        return tuple(self.price * factor for factor in level_factors(self.swing))
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """Least expected costs, [cells of time left, state, cells of work left]: of waiting (`idle`)
-    and of training on demand (`bought`), by the market's state; of training on spot (`rented`), by
-    the class of its age."""
+    """Least expected costs, [cells of time left, level of the price, state, cells of work left]: of
+    waiting (`idle`) and of training on demand (`bought`), by the market's state; of training on
+    spot (`rented`), by the class of its age. `level`: of the price now."""
 
     terms: Terms
     idle: NDArray[np.float32]
     bought: NDArray[np.float32]
     rented: NDArray[np.float32]
+    level: float = 0.0
+
+    @property
+    def price(self) -> float:
+        """Of spot, now."""
+        return self.terms.price * level_factor(self.terms.swing, self.level)
 
     # ---- the alternatives ------------------------------------------------------------------------
     def wait(self, state: int, work_h: float, time_h: float, for_h: float) -> float:
         """For a while, and then do what is best."""
-        after = self._at(self.idle, work_h, time_h - for_h)
+        after = self._at(self.idle, work_h, time_h, for_h)
         return float(moves(self.terms.rates, for_h).market[state] @ after)
 
     def buy(self, state: int, work_h: float, time_h: float) -> float:
         """Begin on demand."""
         begin_h = self.terms.changeover_h
-        after = self._at(self.bought, work_h, time_h - begin_h)
+        after = self._at(self.bought, work_h, time_h, begin_h)
         return begin_h + float(moves(self.terms.rates, begin_h).market[state] @ after)
 
     def rent(self, work_h: float, time_h: float) -> float:
@@ -136,14 +163,20 @@ class Outlook:
         begin_h, rates = self.terms.changeover_h, self.terms.rates
         found = moves(rates, begin_h)
         lost = float(found.lost[0])
-        kept = float(found.kept[0] @ self._at(self.rented, work_h, time_h - begin_h))
-        idle = self._at(self.idle, work_h, time_h - begin_h / 2)
-        after = rates.another * idle[OPEN] + (1 - rates.another) * idle[1]
-        return self.terms.price * begin_h * (1 - lost / 2) + kept + lost * float(after)
+        kept = float(found.kept[0] @ self._at(self.rented, work_h, time_h, begin_h))
+        after = self._bereft(work_h, time_h, begin_h / 2)
+        return self.price * begin_h * (1 - lost / 2) + kept + lost * after
+
+    def keep(self, age: int, work_h: float, time_h: float, for_h: float) -> float:
+        """Train on spot for a while, and then do what is best. `age`: the class of its spell."""
+        found, left_h = moves(self.terms.rates, for_h), work_h - for_h
+        kept = float(found.kept[age] @ self._at(self.rented, left_h, time_h, for_h))
+        lost = float(found.lost[age])
+        return self.price * for_h + kept + lost * self._bereft(left_h, time_h, for_h)
 
     def stay(self, state: int, work_h: float, time_h: float, for_h: float) -> float:
         """Train on demand for a while, and then do what is best."""
-        after = self._at(self.bought, work_h - for_h, time_h - for_h)
+        after = self._at(self.bought, work_h - for_h, time_h, for_h)
         return for_h + float(moves(self.terms.rates, for_h).market[state] @ after)
 
     def change(self, work_h: float, time_h: float) -> float:
@@ -151,22 +184,46 @@ class Outlook:
         begin_h = self.terms.changeover_h
         found = moves(self.terms.rates, begin_h)
         lost = float(found.lost[0])
-        left = work_h - begin_h, time_h - begin_h
+        left = work_h - begin_h, time_h, begin_h
         kept = float(found.kept[0] @ self._at(self.rented, *left))
         after = kept + lost * float(self._at(self.bought, *left)[1])
-        return begin_h + self.terms.price * begin_h * (1 - lost / 2) + after
+        return begin_h + self.price * begin_h * (1 - lost / 2) + after
 
-    def _at(self, table: NDArray[np.float32], work_h: float, time_h: float) -> CostVector:
-        """Of all states, between the cells."""
+    def cheaper_in_h(self, work_h: float, time_h: float, for_h: float) -> float:
+        """How long it takes on average until the price is one at which spot is begun; not longer
+        than the time that there is to spare."""
+        begins = []
+        for level in range(len(self.terms.prices)):
+            at = dataclasses.replace(self, level=float(level))
+            begins.append(at.rent(work_h, time_h) <= at.wait(OPEN, work_h, time_h, for_h))
+        spare_h = max(0.0, time_h - work_h - self.terms.changeover_h)
+        hours = np.minimum(spare_h, hours_until(level_rates(self.terms.pull_per_h), begins))
+        return float(np.interp(self.level, np.arange(len(hours)), hours))
+
+    def _bereft(self, work_h: float, time_h: float, after_h: float) -> float:
+        """When spot is lost so much later."""
+        idle = self._at(self.idle, work_h, time_h, after_h)
+        another = self.terms.rates.another
+        return float(another * idle[OPEN] + (1 - another) * idle[1])
+
+    def _at(
+        self, table: NDArray[np.float32], work_h: float, time_h: float, after_h: float
+    ) -> CostVector:
+        """Of all states, between the cells, so much later."""
         cell_h = self.terms.cell_h
-        i, f = place_below(time_h / cell_h, self.terms.time_cells)
+        i, f = place_below((time_h - after_h) / cell_h, self.terms.time_cells)
         j, g = place_below(work_h / cell_h, self.terms.work_cells)
-        corner = table[i : i + 2, :, j : j + 2]
+        corner = table[i : i + 2, :, :, j : j + 2]
         low, high = corner[0], corner[1]
-        sooner = low[:, 0] * (1 - g) + low[:, 1] * g
-        later = high[:, 0] * (1 - g) + high[:, 1] * g
-        found: CostVector = sooner * (1 - f) + later * f
-        return found
+        sooner = low[..., 0] * (1 - g) + low[..., 1] * g
+        later = high[..., 0] * (1 - g) + high[..., 1] * g
+        found = sooner * (1 - f) + later * f
+        if len(found) > 1:
+            at, f = place_below(self.level, len(found) - 1)
+            levels = _price_moves(self.terms, after_h)
+            found = (levels[at : at + 1] * (1 - f) + levels[at + 1 : at + 2] * f) @ found
+        of_states: CostVector = found[0]
+        return of_states
 
 
 def place_below(at: float, most: int) -> tuple[int, float]:
@@ -175,14 +232,27 @@ def place_below(at: float, most: int) -> tuple[int, float]:
     return int(at), at - int(at)
 
 
-@functools.lru_cache(maxsize=MOST_TABLES)
 def outlook(terms: Terms) -> Outlook:
     """Solve it, backwards over time. A begin takes whole cells here, in the last of which some work
     is done."""
-    states, works = 1 + CLASSES, terms.work_cells + 1
-    idle = np.empty((terms.time_cells + 1, states, works), np.float32)
+    return _wandering(terms) if terms.swing else _still(terms)
+
+
+@functools.lru_cache(maxsize=MOST_TABLES)
+def _still(terms: Terms) -> Outlook:
+    return _solved(terms)
+
+
+@functools.lru_cache(maxsize=MOST_WANDERING)
+def _wandering(terms: Terms) -> Outlook:
+    return _solved(terms)
+
+
+def _solved(terms: Terms) -> Outlook:
+    levels, states, works = len(terms.prices), 1 + CLASSES, terms.work_cells + 1
+    idle = np.empty((terms.time_cells + 1, levels, states, works), np.float32)
     bought = np.empty_like(idle)
-    rented = np.empty((terms.time_cells + 1, CLASSES, works), np.float32)
+    rented = np.empty((terms.time_cells + 1, levels, CLASSES, works), np.float32)
     found = Outlook(terms, idle, bought, rented)
     late = LATE * terms.cell_h * np.arange(works, dtype=np.float32)
     idle[0], bought[0], rented[0] = late, late, late
@@ -205,36 +275,46 @@ class _Stage:
         self.market, self.kept, self.lost = _single(each.market, each.kept, each.lost[:, None])
         self.begin_market, kept, lost = _single(begin.market, begin.kept[0], begin.lost[:1])
         self.begin_kept, self.begin_lost = kept, float(lost[0])
-        self.cell_usd, self.spot_usd = np.float32(cell_h), np.float32(terms.price * cell_h)
+        self.levels = _single(  # in a cell, a begin, and half of one
+            *(_price_moves(terms, n * cell_h) for n in (1, self.cells, (self.cells + 1) // 2))
+        )
+        (prices,) = _single(np.array(terms.prices))
+        self.cell_usd = np.float32(cell_h)
+        self.spot_usd = prices[:, None, None] * self.cell_usd
         self.buy_usd = np.float32(self.cells * cell_h)
-        self.rent_usd = np.float32(self.buy_usd * terms.price * (1 - self.begin_lost / 2))
+        self.rent_usd = prices[:, None] * np.float32(self.buy_usd * (1 - self.begin_lost / 2))
 
     def solve(self, r: int) -> None:
         idle, bought, rented = self.found.idle, self.found.bought, self.found.rented
-        wait = self.market @ idle[r - 1]
-        on = self.kept @ rented[r - 1] + self.lost * self._bereft(idle[r - 1])
-        rented[r, :, 1:] = on[:, :-1] + self.spot_usd
+        idle_after = _mixed(self.levels[0], idle[r - 1])
+        wait = self.market @ idle_after
+        on = self.kept @ _mixed(self.levels[0], rented[r - 1])
+        on += self.lost * self._bereft(idle_after)[:, None]
+        rented[r, ..., 1:] = on[..., :-1] + self.spot_usd
         stay = bought[r]
-        stay[:, 1:] = (self.market @ bought[r - 1])[:, :-1] + self.cell_usd
+        bought_after = _mixed(self.levels[0], bought[r - 1])
+        stay[..., 1:] = (self.market @ bought_after)[..., :-1] + self.cell_usd
         if r >= self.cells:
             k = self.cells
-            there = self.begin_kept @ rented[r - k]
+            there = self.begin_kept @ _mixed(self.levels[1], rented[r - k])
             begun = self._worked(there) + self.rent_usd
-            begun += self.begin_lost * self._bereft(idle[r - (k + 1) // 2])
-            np.minimum(
-                wait, self._worked(self.begin_market @ bought[r - k]) + self.buy_usd, out=wait
-            )
-            np.minimum(wait[OPEN], begun, out=wait[OPEN])
-            beside = there + self.begin_lost * bought[r - k, 1] + (self.rent_usd + self.buy_usd)
-            np.minimum(stay[OPEN, k:], beside[:-k], out=stay[OPEN, k:])
+            lost_after = _mixed(self.levels[2], idle[r - (k + 1) // 2])
+            begun += self.begin_lost * self._bereft(lost_after)
+            begin_after = _mixed(self.levels[1], bought[r - k])
+            np.minimum(wait, self._worked(self.begin_market @ begin_after) + self.buy_usd, out=wait)
+            np.minimum(wait[:, OPEN], begun, out=wait[:, OPEN])
+            beside = there + self.begin_lost * begin_after[:, 1] + (self.rent_usd + self.buy_usd)
+            np.minimum(stay[:, OPEN, k:], beside[:, :-k], out=stay[:, OPEN, k:])
         np.minimum(stay, wait, out=stay)
+        if self.found.terms.swing:  # where prices stand still, what is worth it once stays worth it
+            np.minimum(rented[r], wait[:, OPEN, None], out=rented[r])
         idle[r] = wait
         for table in (idle, bought, rented):
-            table[r, :, 0] = 0.0
+            table[r, ..., 0] = 0.0
 
     def _bereft(self, idle: NDArray[np.float32]) -> NDArray[np.float32]:
         """After a loss."""
-        found: NDArray[np.float32] = self.another * idle[OPEN] + (1 - self.another) * idle[1]
+        found: NDArray[np.float32] = self.another * idle[:, OPEN] + (1 - self.another) * idle[:, 1]
         return found
 
     def _worked(self, costs: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -248,3 +328,20 @@ class _Stage:
 
 def _single(*arrays: CostVector) -> tuple[NDArray[np.float32], ...]:
     return tuple(a.astype(np.float32) for a in arrays)
+
+
+def _price_moves(terms: Terms, hours: float) -> CostVector:
+    """Of the level of the price: chances, from level to level."""
+    return _level_moves(terms.pull_per_h, round(hours, 6))
+
+
+@functools.lru_cache(maxsize=MOST_MOVES)
+def _level_moves(pull_per_h: float, hours: float) -> CostVector:
+    return chances(level_rates(pull_per_h), hours)
+
+
+def _mixed(levels: NDArray[np.float32], costs: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Costs by level, when the price has moved until then."""
+    if len(levels) == 1:
+        return costs
+    return (levels @ costs.reshape(len(levels), -1)).reshape(costs.shape)

@@ -27,6 +27,7 @@ from harness.market.traces import ZoneTrace
 from harness.proof.market_quick import play
 from harness.proof.market_replay import STEP_S, ReplayJob
 
+MOST_SHAPES = 4  # that are played, the cheapest
 MOST_ZONES = 6  # of a shape, the cheapest
 PRICE_SWING = 0.08  # standard deviation of a spot price's logarithm, over days
 BLOCKS = 4  # of a zone's nodes, at most; each comes and goes together
@@ -212,12 +213,11 @@ def candidates(
     node_counts: Sequence[int],
     names: Sequence[str],
     run: PlannedRun,
-    most_shapes: int = 4,
 ) -> list[PlanCandidate]:
     """What is worth playing: the shapes whose work is cheapest, at every number of nodes that has
     a share of the batch for each, and could keep the deadline undisturbed. Raises BadInput."""
     made, slow = list[PlanCandidate](), list[str]()
-    for shape in found[:most_shapes]:
+    for shape in found[:MOST_SHAPES]:
         for nodes in node_counts:
             ranks = nodes * max(1, shape.gpus)
             if run.micro_batches and ranks > run.micro_batches:

@@ -24,6 +24,7 @@ from typing import TypeAlias
 from harness.core.known import CapacitySeen, Knowledge
 from harness.core.world import Node, NodeState, Offer
 from harness.market.traces import ZoneTrace
+from harness.market.wandering import PricePath
 
 STEP_S = 60.0  # of a step on all nodes
 ON_DEMAND = "/on-demand"  # ends the names of on-demand offers
@@ -163,7 +164,9 @@ class MarketFleet:
     def now_s(self) -> float:
         return self.tick * self.tick_s
 
-    def known(self, capacity: Mapping[str, CapacitySeen]) -> Knowledge:
+    def known(
+        self, capacity: Mapping[str, CapacitySeen], prices: Mapping[str, PricePath]
+    ) -> Knowledge:
         """What a policy may forecast by, besides what was seen of offers."""
         job = self.job
         return Knowledge(
@@ -175,6 +178,7 @@ class MarketFleet:
             move_usd=job.move_usd,
             deadline_s=job.deadline_h * 3600,
             capacity=capacity,
+            prices=prices,
         )
 
     def offers(self) -> tuple[Offer, ...]:

@@ -9,6 +9,7 @@ Pure: no torch, sockets, wall clock or global randomness.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from harness.controller import policies
 from harness.controller.book import FullOffers
 from harness.controller.capacity import CapacityBook
 from harness.controller.choosing import MOST_PLACES
+from harness.controller.learning import PriceBook
 from harness.core.facts import AttemptEnded
 from harness.core.known import CapacitySeen
 from harness.core.world import Launch, Node, Policy, Stop, Terminate, View
 from harness.market.traces import ZoneTrace
+from harness.market.wandering import PricePath
 from harness.proof.market_fleet import MarketFleet, ReplayJob
 from harness.proof.market_replay import ReplayResult, result_of
 
@@ -35,15 +38,17 @@ def play(
     *,
     seed: int = 0,
     seen: Mapping[str, CapacitySeen] | None = None,
+    prices: Mapping[str, PricePath] | None = None,
     places: Mapping[str, str] | None = None,
     on_demand: bool = True,
     budget_usd: float | None = None,
 ) -> ReplayResult:
     """From tick `first` of aligned zones on, as `market_replay.replay` does. `seen`: what is known
-    of their capacity before, on a clock that is 0 at the beginning. `places`: of zones that are no
+    of their capacity before, on a clock that is 0 at the beginning; `prices`: the same of their
+    prices. `places`: of zones that are no
     place of their own. `on_demand`: is it offered?"""
     fleet = MarketFleet(zones, first, job, places, on_demand)
-    return _QuickMarket(fleet, job, seed, seen).play(policy, budget_usd)
+    return _QuickMarket(fleet, job, seed, seen, prices).play(policy, budget_usd)
 
 
 @dataclass
@@ -67,12 +72,14 @@ class _QuickMarket:
         job: ReplayJob,
         seed: int,
         seen: Mapping[str, CapacitySeen] | None,
+        prices: Mapping[str, PricePath] | None,
     ):
         self.job, self.fleet = job, fleet
         self.full = FullOffers(random.Random(seed), 0.5 * self.fleet.tick_s)
         self.seen, self.tally = CapacityBook(dict(seen or {})), _QuickTally()
+        self.prices = PriceBook(before=prices)
         self.instead_of: dict[int, int] = {}  # attempts, as they were launched
-        self.knows = fleet.known(self.seen.capacity)
+        self.knows = fleet.known(self.seen.capacity, self.prices.known)
 
     def play(self, policy: Policy, budget_usd: float | None) -> ReplayResult:
         alone = self._limited(policy, budget_usd)
@@ -110,6 +117,10 @@ class _QuickMarket:
 
     def _view(self, now: float) -> View:
         tally, alive = self.tally, tuple(self.fleet.nodes.values())
+        offers = self.fleet.offers()
+        self.prices.see(now, offers)
+        if self.prices.known is not self.knows.prices:
+            self.knows = dataclasses.replace(self.knows, prices=self.prices.known)
         spent = sum((now - (n.up_s or 0.0)) / 3600 * n.offer.usd_per_h for n in alive)
         return View(
             now_s=now,
@@ -117,7 +128,7 @@ class _QuickMarket:
             min_nodes=self.job.nodes[0],
             max_nodes=self.job.nodes[1],
             alive=alive,
-            offers=self.fleet.offers(),
+            offers=offers,
             blocked=dict(self.full.until_s),
             committed_step=tally.committed,
             last_progress_s=tally.progress_s,
@@ -154,7 +165,7 @@ class _QuickMarket:
             return
         committed = self.tally.committed
         fact = AttemptEnded(attempt, "no-capacity", now, None, now, None, "", 0.0, 0.0, committed)
-        self.seen.end(name, fact, False)
+        self.seen.end(name, fact, self._is_there(name))
         self.full.refused(name, now)
 
     def _end(self, node: Node | None, at_s: float, end: str) -> None:
@@ -166,12 +177,15 @@ class _QuickMarket:
         usd = (at_s - up_s) / 3600 * node.offer.usd_per_h
         self.tally.ended_usd += usd
         self.tally.losses += end == "preempted"
-        others_up = any(n.offer.name == name for n in self.fleet.nodes.values())
         committed = self.tally.committed
         fact = AttemptEnded(
             node.attempt, end, up_s, up_s, at_s, None, end, at_s - up_s, usd, committed
         )
-        self.seen.end(name, fact, others_up)
+        self.seen.end(name, fact, self._is_there(name))
+
+    def _is_there(self, name: str) -> bool:
+        """Is some node of that offer up?"""
+        return any(node.offer.name == name for node in self.fleet.nodes.values())
 
     # ---- time ------------------------------------------------------------------------------------
     def _pass(self) -> None:

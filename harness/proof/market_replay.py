@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from harness.bucket.layout import LEAVE, order_key
 from harness.bucket.lease import Lease
 from harness.controller.book import Book
+from harness.controller.learning import PriceBook
 from harness.controller.recovery import RunOutcome, RunSpec, recover
 from harness.core.facts import Fact, Stamped
 from harness.core.known import Knowledge
@@ -123,6 +124,7 @@ class MarketReplay:
         self.store = SortedStore()
         self.ended: list[Node] = []  # since somebody looked last
         self.manifests: list[Ref] = []
+        self.prices = PriceBook()
         self.run = RunSpec(
             *job.nodes,
             poll_s=self.fleet.tick_s,
@@ -163,7 +165,8 @@ class MarketReplay:
 
     # ---- Learner ---------------------------------------------------------------------------------
     def known(self, now_s: float, book: Book, offers: Sequence[Offer]) -> Knowledge:
-        return self.fleet.known(book.capacity)
+        self.prices.see(now_s, offers)
+        return self.fleet.known(book.capacity, self.prices.known)
 
     # ---- what happens ----------------------------------------------------------------------------
     def _gone(

@@ -24,7 +24,8 @@ from harness.agent.leaderless import LOOK_EVERY_S, Leaderless, LimitsKeeper
 from harness.bucket.journal import Journal
 from harness.bucket.layout import CONTROL, MEMBERS, attempt_of, member_key, member_of
 from harness.bucket.lease import Lease, sign_of_life
-from harness.bucket.orders import asked_to_leave, run_limits, stop_order
+from harness.bucket.limits import run_limits
+from harness.bucket.orders import asked_to_leave, stop_order
 from harness.controller.bounds import RunSpec
 from harness.controller.policies import cheapest
 from harness.controller.recovery import RunOutcome, recover

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from harness.core.masking import learn
 from harness.node.processes import die_with_parent
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Keeper:
 
 def main(words: list[str]) -> int:
     die_with_parent()
+    learn(os.environ)
     once = "--once" in words[1:]
     if not once:
         with contextlib.suppress(OSError):

@@ -7,9 +7,10 @@ Objects are compared to the byte with the one spelling that writers use, so a si
 found wherever it lies.
 
 Pure but for the store it is given: no torch, no clock, no environment. Not looked at, because they
-are ephemeral and prove nothing: `lease/`, `control/`, `rdzv/members/`; `trackers/`, which is a
-rendering; and `logbook/`, which is people's. What cannot be seen: facts that a writer lost because
-it died before flushing them, and snapshots that were pruned or quarantined.
+are ephemeral and prove nothing: `lease/`, `control/`, `rdzv/members/`; what else trackers have
+under `trackers/` than the stream; and `logbook/`, which is people's. What cannot be seen: facts
+that a writer lost because it died before flushing them, and snapshots that were pruned or
+quarantined.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from harness.bucket.layout import (
     epoch_of,
 )
 from harness.bucket.recorded import Recorded, RecordsPart, committed_of
+from harness.bucket.streamed import STREAM
 from harness.core import records as rec
 from harness.core.columns import NONE, Columns
 from harness.core.facts import (
@@ -67,6 +69,7 @@ from harness.views.audit_records import (
 from harness.views.audit_report import AuditReport, Check
 from harness.views.audit_rules import RuleBroken, identity_of, json_of
 from harness.views.audit_setups import check_setups
+from harness.views.audit_trackers import check_stream
 from harness.views.proving import Prover
 from storage.errors import NotFound
 from storage.manifest import PARTS, Manifest, PartList, Ref, SnapshotCorrupt, SnapshotTooNew
@@ -117,6 +120,7 @@ class _Audit:
             self._check("commits", self._commits),
             self._check("losses", self._losses),
             self._check("snapshots", self._whole),
+            *([self._check("trackers", self._stream)] if self.store.list(STREAM) else []),
             self._check("ledger", self._ledger),
             self._check("run end", self._end),
         ]
@@ -411,6 +415,9 @@ class _Audit:
         known = {part.key for part in self.records}
         check_begun(self.snapshots, (part for part in loose if part and part.key not in known))
         return found
+
+    def _stream(self) -> tuple[int, str]:
+        return check_stream(self.store, self.prover, self.records, on_line(self.records))
 
     def _losses(self) -> tuple[int, str]:
         self._need_facts()

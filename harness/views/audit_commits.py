@@ -18,6 +18,7 @@ from harness.views.audit_rules import RuleBroken
 from storage.errors import NotFound
 from storage.export import PREFIX
 from storage.manifest import Manifest, Ref, SnapshotCorrupt
+from storage.pruning import DOOMED_KEPT
 from storage.restore import rewind_allowed
 from storage.snapshot_keys import doom_key, manifest_key, quarantine_key
 from storage.snapshots import Snapshots, scratch
@@ -48,11 +49,19 @@ def check_commits(
             f"{manifest_key(known)}: wanted the snapshot that a fact tells to be committed, or a "
             f"newer one; found {newest or 'none'}. Snapshots were lost, or rolled back"
         )
+    # of so many a prune has taken the oldest marks away
+    floor = min(doomed) if len(doomed) >= DOOMED_KEPT else Ref(0, 0)
+    for ref in sorted(by_ref.keys() - committed - doomed, reverse=True):
+        if ref.epoch >= since and ref > floor:
+            raise RuleBroken(
+                f"{manifest_key(ref)}: wanted the snapshot that a fact tells to be committed, or "
+                "the mark of a prune; found neither: it was deleted by hand"
+            )
     for m in manifests:
         if (fact := by_ref.get(m.ref)) is None:
             continue
-        found = fact.nbytes, fact.weights
-        if found != (wanted := (m.nbytes, str(m.data.get("weights") or ""))):
+        wanted = m.nbytes, str(m.data.get("weights") or "")
+        if (found := (fact.nbytes, fact.weights or wanted[1])) != wanted:
             raise RuleBroken(
                 f"{manifest_key(m.ref)}: wanted {found[0]} bytes and weights {found[1] or 'unsaid'}"
                 f" as a fact tells, found {wanted[0]} bytes and weights {wanted[1] or 'unsaid'}"

@@ -6,15 +6,16 @@ Pure but for the store it is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from harness.bucket import tiers
-from harness.bucket.archive import BRIEF, STEPS, Cursor, Live, raw_key, volumes
+from harness.bucket.archive import BRIEF, STEPS, Cursor, Live, raw_key, segments, volumes
 from harness.bucket.layout import segment_key
 from harness.bucket.tiers import Block
 from harness.bucket.volumes import (
     DamagedArchive,
+    WriterSpan,
     brief_of,
     columns_of,
     digested,
@@ -106,6 +107,7 @@ def _archived(
     """Facts of the archive's volumes: how far they go, by writer, and the steps."""
     cursors: dict[str, Cursor] = {}
     prev, briefs, steps = "", list[bytes](), list[bytes]()
+    runs: Sequence[WriterSpan] = ()
     count = sum(1 for _ in _numbers(store))
     proofs = prover.each(store, (raw_key(n) for n in range(count)), prove, "")
     for number, (key, proof) in enumerate(proofs):
@@ -135,10 +137,31 @@ def _archived(
             cursors[run.writer].head = run.head
         found.take(fact_of(writer, line) for writer, _, line in brief.lines())
         progress("volumes", number + 1, count)
+    there = segments(store) if count else {}  # before blocks: they go when those have come
     for kind, parts, join in ((BRIEF, briefs, joined_briefs), (STEPS, steps, joined_columns)):
+        end = 0
         for block, data in tiers.read(store, kind):
+            end = block.end if block.first == end else end
             _compare(store, kind, block, data, parts[block.first : block.end], join)
+        _check_all_there(kind, end, count, runs, there)
     return cursors, [columns_of(data, "steps") for data in steps]
+
+
+def _check_all_there(
+    kind: str,
+    end: int,
+    count: int,
+    runs: Sequence[WriterSpan],
+    there: Mapping[str, Collection[int]],
+) -> None:
+    """Blocks are there up to volume `end` of `count`. Only of the newest volume, which consists of
+    `runs`, they may be missing while its segments are `there` still. Raises RuleBroken."""
+    kept = all(set(there.get(run.writer, ())).issuperset(range(run.first, run.end)) for run in runs)
+    if end < count - kept:
+        raise RuleBroken(
+            f"{Block(0, end).key(kind)}: wanted blocks of all {count} volumes, found none from "
+            f"volume {end} on; they were lost"
+        )
 
 
 def _compare(

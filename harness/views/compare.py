@@ -181,7 +181,10 @@ def _weights(a: Manifest | None, b: Manifest | None) -> tuple[bool | None, str]:
     if (bits_a := _bits(a)) == (bits_b := _bits(b)):
         return True, f"all stored tensors are the same at step {a.step}"
     if [layout for layout, _ in bits_a] != [layout for layout, _ in bits_b]:
-        return None, "the newest snapshots are laid out differently and hold no hash of the weights"
+        return None, (
+            "the newest snapshots are laid out or hashed differently, and hold no hash of the "
+            "weights"
+        )
     return False, f"stored tensors differ at step {a.step}"
 
 

@@ -20,12 +20,11 @@ from harness.views.painting import BUCKETS, NANO
 from harness.views.plots import esc
 from harness.views.report import MEANING
 from harness.views.words import money, percent, plural
-from storage.text import plain
+from storage.text import cell, plain
 
 HEAD = ("runs", "paid", "hours", "saved", "wasted", "per 1k", "per 1M")
 SAVED = "against the same node-hours on demand"
 WASTED = "paid for all but steps that count, snapshots and what lies between steps"
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would compute
 
 
 def _cells(row: CostRow) -> list[str]:
@@ -119,9 +118,10 @@ def to_csv(costs: Costs, names: Sequence[str]) -> str:
     lines = csv.writer(out, lineterminator="\n")
     lines.writerow(head)
     for row in costs.by(*names):
-        keys = (f"'{key}" if key.startswith(FORMULA) else key for key in map(plain, row.keys))
         said = numbers_of(row.spending).values()
-        lines.writerow([*keys, row.runs, *("" if value is None else value for value in said)])
+        lines.writerow(
+            [*map(cell, row.keys), row.runs, *("" if value is None else value for value in said)]
+        )
     return out.getvalue()
 
 

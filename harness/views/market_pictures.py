@@ -32,7 +32,6 @@ OPTIMUM_TONE, ON_DEMAND_TONE = "useful", "other"
 NAMES = 190.0  # room for names at the right of a chart
 LANE_NAMES = 240.0  # ... at the left of lanes
 FAR_ABOVE = 1.6  # times the dearest policy: on demand is named, and not drawn
-NEVER_H = 1e9  # whoever takes longer was never done
 MOST_LANES = 24
 MOST_STEPS = 1500  # of one lane: no more can be seen
 
@@ -394,7 +393,9 @@ def _key(drawing: Drawing, one: MarketTimeline) -> None:
     for run, tone in ((one.run, "accent"), (one.optimum, OPTIMUM_TONE)):
         if run is not None:
             done = (
-                f"done after {hours_text(run.finish_h)}" if run.finish_h < NEVER_H else "never done"
+                f"done after {hours_text(run.finish_h)}"
+                if math.isfinite(run.finish_h)
+                else "never done"
             )
             words = f"{run.name}: {money(run.usd)}, {done}"
             drawing.add(DrawnBox(x, 27, 9, 9, tone), DrawnText(x + 14, 36, words, tone="ink"))

@@ -30,12 +30,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from harness.core.losses import ASSUMED_S, daly
+from harness.core.losses import ASSUMED_S, derived_interval_s
 from harness.core.world import RESIZE, UNFIT
 from harness.node.marks import EXIT_CODE, Mark, Want
 
 NO_MARK = Mark(Want.NOTHING, "")
-LEAST_S, MOST_S = 10.0, 1800.0  # of a derived interval
 
 
 class Phase(Enum):
@@ -383,8 +382,7 @@ class Interval:
             return self.every_steps * step_s
         if self.every_s is not None:
             return self.every_s
-        # never so often that uploads overlap
-        return min(MOST_S, max(LEAST_S, daly(cost_s, between_s), 3 * commit_s))
+        return derived_interval_s(cost_s, commit_s, between_s)
 
     def due(self, step: int, since_s: float, seconds: float) -> bool:
         """At this step, `since_s` after the last one. `seconds`: what the method of that name

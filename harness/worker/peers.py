@@ -11,11 +11,13 @@ from __future__ import annotations
 import datetime
 import functools
 import math
+import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from harness.core.batch import replicas_of
 from harness.core.world import BadInput, HarnessError
@@ -29,6 +31,33 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 MAX_TIMEOUT_S = 1e7  # four months
+CALLERS = 2048  # ranks that call at once
+
+
+def _store(environ: dict[str, str]) -> PrefixStore | None:
+    """Where the ranks meet, as env:// would make it, but rank 0 listens on the address that all are
+    told and no other: torch's own listens on every interface, and believes whoever calls. None: the
+    environment does not say, or that address is not one of this machine; then torch makes it."""
+    said = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys()
+    if not said or environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    addr, port, door = environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), None
+    if int(environ["RANK"]) == 0:
+        try:
+            family = socket.AF_INET6 if ":" in addr else socket.AF_INET
+            door = socket.create_server((addr, port), family=family, backlog=CALLERS)
+        except OSError:
+            return None
+    store = TCPStore(
+        addr,
+        port,
+        int(environ["WORLD_SIZE"]),
+        is_master=door is not None,
+        timeout=dist.default_pg_timeout,
+        wait_for_workers=False,
+        master_listen_fd=door.detach() if door is not None else None,
+    )
+    return PrefixStore("default_pg", store)  # as torch does for env://
 
 
 class Peers:
@@ -77,7 +106,16 @@ class Peers:
                 )
         elif "WORLD_SIZE" in environ:
             usual = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend or usual, timeout=timeout)
+            if (store := _store(environ)) is None:
+                dist.init_process_group(backend or usual, timeout=timeout)
+            else:
+                dist.init_process_group(
+                    backend or usual,
+                    timeout=timeout,
+                    store=store,
+                    rank=int(environ["RANK"]),
+                    world_size=int(environ["WORLD_SIZE"]),
+                )
         if dist.is_initialized() and self.world > 1:
             self.control = dist.new_group(backend="gloo", timeout=timeout)
             self.everyone = dist.group.WORLD

@@ -26,6 +26,7 @@ import time
 import traceback
 from typing import Any, NoReturn
 
+from harness.core.masking import learn, masked_deep
 from harness.node.processes import DUMP_SIGNAL, MESSAGE_NBYTES, die_with_parent, name_process
 
 
@@ -46,12 +47,13 @@ def write_error(error: BaseException) -> None:
         }
     }
     with contextlib.suppress(OSError), open(path, "w") as f:
-        json.dump(body, f)
+        json.dump(masked_deep(body), f)
 
 
 def run(order: dict[str, Any]) -> None:
     """Become the script: `order` is {"env": {...}, "argv": ["script.py" or "-m", ...]}."""
     os.environ.update(order["env"])
+    learn(os.environ)
     argv: list[str] = order["argv"]
     try:
         if os.environ.get("HARNESS_ADAPT", "none") != "none":

@@ -16,6 +16,7 @@ from harness.bucket.journal import Journal
 from harness.bucket.layout import IDENTITY, Epoch, Identity, epoch_key
 from harness.core import records as rec
 from harness.core.facts import Fact, Warned
+from harness.core.masking import learn
 from harness.core.values import BadObject, canonical
 from harness.core.world import BadInput, whole_replicas
 from harness.uploader.client import fact_of
@@ -37,6 +38,7 @@ class Run:
     when it began, once it is known."""
 
     def __init__(self, peers: Peers, url: str | None, environ: dict[str, str]):
+        learn(environ)
         url = url or None  # HARNESS_RUN may be set and empty
         self.peers, self.url, self.step = peers, url, 0
         self.identity: dict[str, Any] | None = None

@@ -1,0 +1,168 @@
+"""How spot prices wander, learned from what was seen of them, and shrunk towards prices that stand
+still.
+
+The logarithm of a price wanders around a mean and is pulled back to it: an Ornstein-Uhlenbeck
+process, with the deviation `swing` and the rate `pull_per_h`. Whoever decides goes by a few levels
+of it, which form a Markov chain that has the same mean, deviation and memory (`level_rates`).
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+PricePath: TypeAlias = tuple[tuple[float, float], ...]  # (when, price) of each change, oldest first
+
+LEVELS = 5  # of prices that wander
+MIDDLE = (LEVELS - 1) / 2
+USUAL_PULL_PER_H = math.log(2) / 24  # half of a distance from the mean is forgotten in a day
+USUAL_STILL_H = 6.0  # so long, prices are taken to have stood still before anybody looked
+LEAST_SWING, MOST_SWING = 0.04, 1.0  # less is taken for none
+SHORT = 0.1  # chance of a change, in a time in which there is one at most, nearly
+# Nobody looks between two runs: a price counts for no longer than this, however long it stood.
+MOST_STOOD_H = 24.0
+
+
+@dataclass(frozen=True)
+class PriceSwing:
+    """Of one price, USD per hour. `usual_usd`: the exponential of its mean logarithm; `swing`: the
+    standard deviation of the logarithm, 0: it stands still; `pull_per_h`: what is left of a
+    distance from the mean after t hours is exp(-pull_per_h t)."""
+
+    usual_usd: float
+    swing: float = 0.0
+    pull_per_h: float = USUAL_PULL_PER_H
+
+    def over(self, usd: float, hours: float) -> float:
+        """What it costs on average in the next hours, if it costs `usd` now."""
+        if not self.swing or min(usd, self.usual_usd, hours) <= 0:
+            return usd
+        left = self.pull_per_h * hours
+        kept = -math.expm1(-left) / left
+        return float(self.usual_usd * (usd / self.usual_usd) ** kept)
+
+    def level(self, usd: float) -> float:
+        """Where a price lies among the levels, from 0 to LEVELS - 1; between two of them if it is
+        no whole number."""
+        if not self.swing or usd <= 0:
+            return 0.0
+        away = math.log(usd / self.usual_usd) / (self.swing * _step())
+        return min(LEVELS - 1.0, max(0.0, MIDDLE + away))
+
+
+def _step() -> float:
+    """Between two levels, in deviations. Each level is the number of LEVELS - 1 coins that show
+    heads, and each coin is turned at a rate of its own: so the deviation is that of a binomial
+    distribution."""
+    return 2 / math.sqrt(LEVELS - 1)
+
+
+def level_factor(swing: float, level: float) -> float:
+    """The price of a level as a multiple of the usual one."""
+    return math.exp(swing * _step() * (level - MIDDLE)) if swing else 1.0
+
+
+def level_factors(swing: float) -> tuple[float, ...]:
+    """Of all levels; prices that stand still have one."""
+    return tuple(level_factor(swing, level) for level in range(LEVELS)) if swing else (1.0,)
+
+
+def level_rates(pull_per_h: float) -> NDArray[np.float64]:
+    """Per hour, from level to level; rows add up to 0. A chain with these rates forgets at
+    `pull_per_h`, over any time, however short. 0: there is one level."""
+    count = LEVELS if pull_per_h else 1
+    rates = np.zeros((count, count))
+    for level in range(count):
+        if level:
+            rates[level, level - 1] = level * pull_per_h / 2
+        if level < count - 1:
+            rates[level, level + 1] = (count - 1 - level) * pull_per_h / 2
+    np.fill_diagonal(rates, -rates.sum(axis=1))
+    return rates
+
+
+def chances(rates: NDArray[np.float64], hours: float) -> NDArray[np.float64]:
+    """To go from state to state within so many hours, of a chain with these rates per hour."""
+    halves = max(0, math.ceil(math.log2(max(1e-9, -float(rates.min()) * hours) / SHORT)))
+    found: NDArray[np.float64] = np.eye(len(rates)) + rates * (hours / 2**halves)
+    for _ in range(halves):
+        found = found @ found
+    return found
+
+
+def hours_until(rates: NDArray[np.float64], wanted: Sequence[bool]) -> NDArray[np.float64]:
+    """Of each level: how long it takes on average until one of those that are wanted is reached;
+    infinite if none is."""
+    found = np.full(len(rates), math.inf)
+    hit = np.array(wanted, dtype=bool)
+    found[hit] = 0.0
+    away = np.flatnonzero(~hit)
+    if hit.any() and len(away):
+        found[away] = np.linalg.solve(rates[np.ix_(away, away)], -np.ones(len(away)))
+    return found
+
+
+# ---- learned -------------------------------------------------------------------------------------
+@functools.lru_cache(maxsize=2048)
+def swing_of(path: PricePath, until_h: int) -> PriceSwing:
+    """Of a price that was seen to change like that. `until_h`: hours on the clock of the path,
+    rounded up, until when the last price stood; rounded so that little is computed twice."""
+    path = tuple((t, usd) for t, usd in path if usd > 0)
+    if not path:
+        return PriceSwing(0.0)
+    times_h = [t / 3600 for t, _ in path] + [float(until_h)]
+    stood = np.clip(np.diff(np.maximum.accumulate(times_h)), 0.0, MOST_STOOD_H)
+    logs = np.log([usd for _, usd in path])
+    changes, hours = np.diff(logs), float(stood.sum())
+    # variance per hour, of the wandering alone
+    restless = float((changes**2).sum()) / (hours + USUAL_STILL_H)
+    if restless <= 0:
+        return PriceSwing(path[-1][1])
+    mean = _mean(logs, stood, USUAL_PULL_PER_H)
+    away = logs - mean
+    # as if a run of the usual pull had been seen that tells it to within a factor of two or so
+    told = 1 / USUAL_PULL_PER_H**2
+    back = -float((away[:-1] * changes).sum()) / restless
+    pull = (told * USUAL_PULL_PER_H + back) / (told + float((away**2 * stood).sum()) / restless)
+    pull = min(8 * USUAL_PULL_PER_H, max(USUAL_PULL_PER_H / 4, pull))
+    swing = min(MOST_SWING, math.sqrt(restless / (2 * pull)))
+    if swing < LEAST_SWING:
+        return PriceSwing(path[-1][1])
+    return PriceSwing(math.exp(_mean(logs, stood, pull)), swing, pull)
+
+
+def _mean(logs: NDArray[np.float64], stood: NDArray[np.float64], pull: float) -> float:
+    """That a process with this pull most likely has. What was seen first and last counts for more
+    than its time, which is all that is known at the beginning."""
+    total = float(logs[0] + logs[-1] + pull * (logs * stood).sum())
+    return total / (2 + pull * float(stood.sum()))
+
+
+@functools.lru_cache(maxsize=256)
+def cheapest(paths: tuple[PricePath, ...]) -> PricePath:
+    """The lowest of some prices, at each time since all of them are known."""
+    if len(paths) == 1:
+        return paths[0]
+    begin = max((path[0][0] for path in paths if path), default=0.0)
+    moments = sorted({begin, *(t for path in paths for t, _ in path if t > begin)})
+    least = np.min([_at(path, moments) for path in paths if path], axis=0)
+    found = [(moments[0], float(least[0]))]
+    for t, usd in zip(moments[1:], least[1:].tolist(), strict=True):
+        if usd != found[-1][1]:
+            found.append((t, usd))
+    return tuple(found)
+
+
+def _at(path: PricePath, moments: Iterable[float]) -> NDArray[np.float64]:
+    times = np.array([t for t, _ in path])
+    at = np.searchsorted(times, np.array([*moments]), side="right") - 1
+    found: NDArray[np.float64] = np.array([usd for _, usd in path])[np.maximum(at, 0)]
+    return found
