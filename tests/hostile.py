@@ -6,9 +6,11 @@ tests run them one by one (test_hostile_*.py), `make audit` prints them as the t
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -145,4 +147,6 @@ def wrong(told: Told, new: Sequence[str] = (), statuses: Sequence[int] = (2,)) -
 
 
 def scratch(prefix: str) -> Path:
-    return Path(tempfile.mkdtemp(prefix=f"hostile-{prefix}-"))
+    made = Path(tempfile.mkdtemp(prefix=f"hostile-{prefix}-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
