@@ -23,7 +23,7 @@ LAB ?= /var/tmp/harness-lab
 
 DASHBOARDS ?= dashboards.json
 
-.PHONY: install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test proofs adapters check lint types pythons sim simsystem walk longrun drill manynodes campaign soak clean
+.PHONY: install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test proofs adapters check lint types pythons sim simsystem walk longrun drill manynodes campaign soak audit money clean
 install: $(STAMP)
 $(STAMP): requirements.txt requirements-apart.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned environment wants Python 3.11 or newer, this is " + sys.version + "; make PYTHON=python3.11 ...")'
@@ -123,6 +123,12 @@ campaign: install  ## POINTS=500 kills of writer, uploader and agent each, every
 
 soak: install  ## FAULTS=2000 kills, pauses and store faults over RUNS=4 led runs; memory, files and threads of every seat; not in CI
 	$(BIN)/harness drill --soak $(FAULTS) --soak-runs $(or $(RUNS),4) --seed $(or $(SEED),0)
+
+audit: install  ## all that a hostile day does, as a table of figures; fails unless all of it is handled (some minutes)
+	$(BIN)/python tests/hostile_day.py
+
+money: install  ## SEEDS=10000 simulated runs with slow and lying clouds and dying controllers: no budget is broken, nothing leaks
+	$(BIN)/harness simulate --money $(if $(SEED),--seed $(SEED),--seeds $(if $(filter file,$(origin SEEDS)),10000,$(SEEDS)) --jobs $(or $(JOBS),$(shell nproc)))
 
 clean:
 	rm -rf $(VENV) $(ADAPTERS) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

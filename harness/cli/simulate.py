@@ -44,7 +44,10 @@ class SimulateFlags:
         metavar="NAME",
     )
     system: bool = flag(False, "the whole system: real agents, lines, sessions' machines as well")
-    jobs: int = flag(0, "processes at the same time; 0: with --system one, else one per core")
+    money: bool = flag(False, "runs that end by their budgets, on clouds as slow as real ones")
+    jobs: int = flag(
+        0, "processes at the same time; 0: with --system or --money one, else one per core"
+    )
     trace: tuple[str, ...] = flag(
         (),
         "recorded markets: files, or folders of them; all of them are zones of one market",
@@ -110,9 +113,9 @@ class SimulateFlags:
 
 def simulate(flags: SimulateFlags) -> int:
     """What would happen: the very recovery loop on a virtual clock, in hostile worlds with
-    invariants checked all along (with --system every other seat's code as well), or on recorded
-    markets (--trace), where policies are compared by cost and deadlines kept; or on the market of
-    a run that is over (--what-if)."""
+    invariants checked all along (with --system every other seat's code as well; with --money how
+    budgets are kept), or on recorded markets (--trace), where policies are compared by cost and
+    deadlines kept; or on the market of a run that is over (--what-if)."""
     if flags.what_if:
         return _what_if(flags)
     if flags.trace:
@@ -121,8 +124,10 @@ def simulate(flags: SimulateFlags) -> int:
         from harness.proof.system import command
 
         return command.command(flags.seeds, flags.seed, flags.first, flags.jobs or 1)
-    from harness.proof import sim
+    from harness.proof import money_seeds, sim
 
+    if flags.money:
+        return money_seeds.command(flags.seeds, flags.seed, flags.first, flags.jobs or 1)
     policy = flags.policy[-1] if flags.policy else "cheapest"
     return sim.command(flags.seeds, flags.seed, flags.first, policy)
 

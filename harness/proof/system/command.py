@@ -9,14 +9,16 @@ import multiprocessing
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from harness.proof.system.faults import Setting, faults_of
 from harness.proof.system.shrink import shrink
 from harness.proof.system.whole import Failed, Played, play
 
 CHUNK = 20  # worlds that a core is given at once
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,13 @@ def one(seed: int) -> Played | BrokenSeed:
             return BrokenSeed(seed, str(e))
 
 
-def many(seeds: Iterable[int], jobs: int) -> Iterator[Played | BrokenSeed]:
+def many(seeds: Iterable[int], jobs: int, play_one: Callable[[int], T]) -> Iterator[T]:
     """In the order in which they end."""
     if jobs == 1:
-        yield from map(one, seeds)
+        yield from map(play_one, seeds)
         return
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        yield from pool.imap_unordered(one, seeds, chunksize=CHUNK)
+        yield from pool.imap_unordered(play_one, seeds, chunksize=CHUNK)
 
 
 def command(seeds: int, seed: int | None, first: int, jobs: int) -> int:
@@ -51,7 +53,7 @@ def command(seeds: int, seed: int | None, first: int, jobs: int) -> int:
     began_s = time.perf_counter()
     played: list[Played] = []
     broken: list[BrokenSeed] = []
-    for found in many(range(first, first + seeds), jobs):
+    for found in many(range(first, first + seeds), jobs, one):
         if isinstance(found, BrokenSeed):
             broken.append(found)
             print(found.words, flush=True)
