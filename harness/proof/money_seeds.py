@@ -30,8 +30,8 @@ def command(seeds: int, seed: int | None, first: int, jobs: int) -> int:
     orphans = sum(not b.led for b in bills)
     shares = sorted(b.usd / b.budget_usd for b in bills)
     print(
-        f"{len(found)} runs, {orphans} of which nobody led to their ends: {len(broken)} broke their "
-        "budgets or left something behind"
+        f"{len(found)} runs, {orphans} of which nobody led to their ends: {len(broken)} broke "
+        "their budgets or left something behind"
     )
     if shares:
         print(
