@@ -39,7 +39,7 @@ def test_what_a_process_needs_at_its_start_is_no_growth():
 def test_a_short_soak(tmp_path):
     said = []
     soak.soak(tmp_path / "soak", 5, 1, seed=3, tell=said.append)
-    assert any("verified, and the weights are those of a calm run" in text for text in said), said
+    assert any("verified with the run's key, and the weights are those of a calm run" in text for text in said), said
 
 
 def test_a_controller_that_ends_by_itself_is_a_failure(tmp_path):

@@ -2,9 +2,9 @@
 
 Each run is led by `harness launch` as a user would start it, on two nodes. Faults hit one seat
 after the other: worker, agent, uploader, whole node, controller, provider, the bucket. Then the run
-is stopped. It has passed if `harness verify` finds nothing, the weights are to the bit those of a
-calm run of as many steps, no process is left, and no seat has grown: memory, open files and threads
-of every process that lived long enough to tell.
+is stopped. It has passed if `harness verify --key` finds nothing, the weights are to the bit those
+of a calm run of as many steps, no process is left, and no seat has grown: memory, open files and
+threads of every process that lived long enough to tell.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from rich.text import Text
 
 from harness.bucket.layout import STOP_KEY
 from harness.bucket.orders import StopOrder, ask_to_stop
+from harness.core.signing import VARIABLE, key_of
 from harness.proof.scene import AGENT, kept_folder, plain_environment, send_signal, train
 from harness.views.audit import audit
+from harness.views.audit_signed import with_signatures
 from harness.views.words import plural
 from storage.opening import open_store
 from storage.snapshots import Snapshots
@@ -164,6 +166,7 @@ class SoakedRun:
             TASK.format(folder=folder, python=sys.executable, agent=" ".join(AGENT))
         )
         self.launches, self.spared = 0, 0  # spared: an agent that nobody kills, to grow old
+        self.key = f"hsk_{rng.randbytes(32).hex()}"
         self.controller = self.launch()
 
     def launch(self) -> subprocess.Popen[bytes]:
@@ -175,7 +178,7 @@ class SoakedRun:
         with open(self.folder / f"launch{self.launches}.log", "wb") as log:
             self.controller = subprocess.Popen(
                 [sys.executable, "-m", "harness.cli", *command, "--market", "calm"],
-                env=env | {"PYTHONPATH": path, MARK: str(self.folder)},
+                env=env | {"PYTHONPATH": path, MARK: str(self.folder), VARIABLE: self.key},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -377,12 +380,12 @@ def _judged(s: SoakedRun) -> str:
         raise AssertionError(
             f"the weights at step {newest.step} are {newest.data['weights']}, a calm run's {calm}"
         )
-    found = audit(store)
+    found, _ = with_signatures(audit(store), store, key_of(s.key, "the soak's key"), None)
     if not found.ok:
-        raise AssertionError(f"verify: {found.first_violation}")
+        raise AssertionError(f"verify --key: {found.first_violation}")
     return (
-        f"step {newest.step}, epoch {newest.epoch}, {plural(s.launches, 'controller')}; verified, "
-        "and the weights are those of a calm run"
+        f"step {newest.step}, epoch {newest.epoch}, {plural(s.launches, 'controller')}; verified "
+        "with the run's key, and the weights are those of a calm run"
     )
 
 
