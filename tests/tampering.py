@@ -11,7 +11,7 @@ from truerun import OFFER, TrueRun
 from harness.bucket.archive import Compactor, segments
 from harness.bucket.heads import SignedStore, Signer, sign_off
 from harness.bucket.journal import Journal
-from harness.bucket.layout import epoch_key
+from harness.bucket.layout import epoch_key, term_key
 from harness.core import facts
 from harness.core import records as rec
 from harness.core.values import canonical, digest
@@ -30,6 +30,7 @@ class TellingRun(TrueRun):
             plain = more.pop("store", None) or MemoryStore("memory://bucket/true-run", {})
             more["store"] = SignedStore(plain, Signer(plain, key, "all", lambda: 1e6))
         super().__init__(**more)
+        self.store.create(term_key(1), b"{}")  # somebody leads it
         self.controller.record(facts.PricesSeen({OFFER.name: OFFER.usd_per_h}))
         self.controller.flush()
         self.uploader = Journal(self.store, "uploader-m0001-aa", lambda: self.t)

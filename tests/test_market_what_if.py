@@ -245,7 +245,7 @@ def test_the_command_prints_and_draws(tmp_path, capsys):
     assert [line.get("name") for line in lines] == [None, "cheapest", "patient", "greedy", "every 10.0 s"]
     assert "patient" in (tmp_path / "plot.html").read_text(encoding="utf-8")
     for wrong, said in (
-        ({"plot": str(tmp_path / "plot.html" / "x.html")}, "cannot write into"),
+        ({"plot": str(tmp_path / "plot.html" / "x.html")}, "wanted a file that can be written"),
         ({"trace": ("x.json",)}, "leave --trace out"),
         ({"deadline": ("1.5x",)}, "wanted one --deadline as a time"),
         ({"interval": ("0s",)}, "wanted a time above 0"),

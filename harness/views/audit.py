@@ -25,6 +25,7 @@ from harness.bucket.layout import (
     EPOCHS,
     FACTS,
     IDENTITY,
+    LEASES,
     SAMPLES,
     SEGMENT,
     SETUP,
@@ -427,7 +428,7 @@ class _Audit:
     def _ledger(self) -> tuple[int, str]:
         self._need_facts()
         intents, ended = check_bills(self.facts)
-        check_launched(self.facts, self.worlds)
+        check_launched(self.facts, self.worlds, bool(self.store.list(LEASES)))
         # what is not needed again makes room
         self.proofs, self.worlds = {}, {}
         records, steps = committed_of(self.records[::-1]), self.steps

@@ -51,9 +51,13 @@ def check_bills(facts: Sequence[Stamped]) -> tuple[int, dict[int, AttemptEnded]]
     return len(intended), ended
 
 
-def check_launched(facts: Iterable[Stamped], worlds: Mapping[int, Epoch]) -> None:
+def check_launched(
+    facts: Iterable[Stamped], worlds: Mapping[int, Epoch], somebody_led: bool
+) -> None:
     """A controller writes down that it wants a node before it asks for it, so each member that has
-    an attempt's number was wanted. Raises RuleBroken."""
+    an attempt's number was wanted, if anybody ever held the run's lease. Raises RuleBroken."""
+    if not somebody_led:  # whoever started the agents numbered them
+        return
     wanted = {s.fact.attempt for s in facts if isinstance(s.fact, AttemptIntended)}
     for number, epoch in worlds.items():
         for member in epoch.members:
