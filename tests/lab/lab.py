@@ -179,12 +179,16 @@ class Lab:
 
     def install(self) -> None:
         """Packages of the controller, the API server and the nodes, of Debian's Python, which
-        the nodes' user may read."""
-        if (self.image / "sky").is_dir():
-            return
+        the nodes' user may read. What was installed before is brought up to what our package asks
+        for now."""
         tree = Path(__file__).resolve().parent.parent.parent
+        wanted, done = (tree / "pyproject.toml").read_text(), self.root / "installed-for.toml"
+        whole = (self.image / "sky").is_dir()
+        if whole and done.exists() and done.read_text() == wanted:
+            return
         self.root.mkdir(parents=True, exist_ok=True)
-        subprocess.run([PYTHON, "-m", "venv", self.venv], check=True)
+        if not whole:
+            subprocess.run([PYTHON, "-m", "venv", self.venv], check=True)
         pip = [
             self.venv / "bin/python",
             "-m",
@@ -199,6 +203,11 @@ class Lab:
             [*pip, f"skypilot[slurm]=={SKYPILOT}", f"{tree}[worker]", "setuptools", "wheel", "uv"],
             check=True,
         )
+        if not whole:
+            self._install_runtime()
+        done.write_text(wanted)
+
+    def _install_runtime(self) -> None:
         # The runtime that SkyPilot installs on every node, as a machine image may bring it: a
         # minute of two cores less for each launch.
         uv, image = self.venv / "bin" / "uv", self.root / "image"
