@@ -228,7 +228,7 @@ class PrunesWhatIsAhead(Snapshots):
             if newest and ref < newest.ref and ref.step > newest.step
         ]
         for ref in gone:
-            Pruner(self, {})._take_back(ref, self.store.list(f"snapshots/parts/{ref.name}/"))
+            Pruner(self, {}, {})._take_back(ref, self.store.list(f"snapshots/parts/{ref.name}/"))
         return [*super().prune(keep, *rest), *gone]
 
 

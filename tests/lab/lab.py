@@ -26,6 +26,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,11 +199,12 @@ class Lab:
             "--disable-pip-version-check",
         ]
         subprocess.run([*pip, "torch==2.13.0"], check=True)
+        # wandb wants a click that SkyPilot cannot have (requirements-apart.txt); nobody tracks here
+        ours = [one for one in _needs(wanted) if not one.startswith(("torch", "wandb"))]
         # SkyPilot's server builds a wheel of itself, so it needs these.
-        subprocess.run(
-            [*pip, f"skypilot[slurm]=={SKYPILOT}", f"{tree}[worker]", "setuptools", "wheel", "uv"],
-            check=True,
-        )
+        tools = ["setuptools", "wheel", "uv"]
+        subprocess.run([*pip, f"skypilot[slurm]=={SKYPILOT}", *ours, *tools], check=True)
+        subprocess.run([*pip, "--no-deps", tree], check=True)  # the command; code is the tree's
         if not whole:
             self._install_runtime()
         done.write_text(wanted)
@@ -649,6 +651,12 @@ class Lab:
                         f"{self.root}/log"
                     )
                 time.sleep(0.5)
+
+
+def _needs(pyproject: str) -> list[str]:
+    """What a GPU node needs of other packages."""
+    project = tomllib.loads(pyproject)["project"]
+    return [*project["dependencies"], *project["optional-dependencies"]["worker"]]
 
 
 def play(lab: Lab, *scripts: str) -> None:
