@@ -26,10 +26,11 @@ import socket
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import tomllib
 
 USER = "skylab"
 GPU = "H100"
