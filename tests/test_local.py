@@ -101,9 +101,13 @@ def gone(cloud, attempt):
 
 
 def environment(cloud, attempt):
-    return next(
-        e for e in of_nodes(cloud.state_dir).values() if e["HARNESS_ATTEMPT"] == str(attempt)
-    )
+    """Of its command, which may have been forked and not begun yet."""
+
+    def found():
+        nodes = of_nodes(cloud.state_dir).values()
+        return next((e for e in nodes if e["HARNESS_ATTEMPT"] == str(attempt)), None)
+
+    return until(found, f"the environment of attempt {attempt}")
 
 
 # ---- a node's life -------------------------------------------------------------------------------
