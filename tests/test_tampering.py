@@ -259,6 +259,9 @@ def test_verify_with_a_key_at_the_command_line(tmp_path, capsys, monkeypatch):
     assert status(words[:4]) == 0
     assert status(words) == 1
     assert "the bucket was rolled back" in " ".join(capsys.readouterr().out.split())
+    key.write_text("\n")  # an empty file is no wish to verify without a key
+    assert status(words) == 2
+    assert "found an empty one" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_table_has_what_the_audit_tried():

@@ -190,11 +190,15 @@ def key_for_nodes(path: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def key_text(path: str) -> str:
-    """What a file of a key says. Raises BadInput."""
+    """What a file of a key says. Raises BadInput, also for an empty one: it must not pass for no
+    key at all."""
     try:
-        return Path(path).expanduser().read_text().strip()
+        text = Path(path).expanduser().read_text().strip()
     except (OSError, UnicodeDecodeError) as e:
         raise BadInput(f"{path}: wanted a file with a key, found none ({e})") from None
+    if not text:
+        raise BadInput(f"{path}: wanted a file with a key, found an empty one")
+    return text
 
 
 def existing_store(url: str) -> ObjectStore:
