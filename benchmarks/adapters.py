@@ -47,6 +47,7 @@ TITAN_CPU = Path(__file__).parents[1] / "tests/adapters/titan_cpu"
 TURN_STEPS = 4
 WARM_TURNS = 3
 ACCUMULATION = 2
+CLIP = 1.0  # the largest norm of gradients; what transformers' Trainer takes if nobody says so
 # glibc keeps what a tensor has let go of. Else it depends on the process whether gradients come
 # from the kernel anew in each step, and that alone makes steps differ by a tenth.
 MEMORY = {
@@ -146,6 +147,8 @@ def accelerate_loop(net: Net, data: Rows, batch: int, steps: int) -> None:
             break
         with accelerator.accumulate(model):
             accelerator.backward(model(**rows)["loss"])
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -168,6 +171,7 @@ def lightning_trainer(net: Net, data: Rows, batch: int, steps: int) -> None:
     lightning.Trainer(
         max_steps=steps,
         accumulate_grad_batches=ACCUMULATION,
+        gradient_clip_val=CLIP,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -193,6 +197,7 @@ def fabric_loop(net: Net, data: Rows, batch: int, steps: int) -> None:
         if i >= steps:
             break
         fabric.backward(model(**rows)["loss"])
+        fabric.clip_gradients(model, optimizer, max_norm=CLIP, error_if_nonfinite=False)
         optimizer.step()
         optimizer.zero_grad()
 

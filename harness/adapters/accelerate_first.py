@@ -8,7 +8,6 @@ begins when its length is known; a resumed run knows it from run.json.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from harness.bucket.layout import IDENTITY, Identity
 from harness.core.batch import plan
 from harness.core.values import BadObject
-from harness.worker.own_loop import OwnStep, begin_micro
+from harness.worker.own_loop import Keys, OwnStep, begin_micro
 from harness.worker.session import Session
 from storage.errors import NotFound
 
@@ -53,9 +52,7 @@ class FirstStep:
     def idle(self) -> None:
         self.run._work.training.norms.rest()
 
-    def read(
-        self, m: int, keys: Sequence[int] | None = None, contents: Sequence[int] | None = None
-    ) -> None:
+    def read(self, m: int, keys: Keys | None = None, contents: Keys | None = None) -> None:
         self._reads.append((m, keys, contents))
 
     def done(self, m: int, loss: torch.Tensor | float, weight: float) -> None:

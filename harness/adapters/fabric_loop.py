@@ -209,8 +209,7 @@ class FabricSteps:
             self.share, self._last = share, number + 1 >= len(own)
             if share is not None:
                 said = share.contents
-                keys = share.keys.tolist() if said is None else None
-                self.step.read(share.micro, keys, None if said is None else said.tolist())
+                self.step.read(share.micro, share.keys if said is None else None, said)
                 self.step.micro(share.micro)
             yield place(filler if share is None else share.data)
         if self.step is not None:

@@ -70,10 +70,8 @@ class TrainerSteps:
         own = self._loop.begin(micro_batches=len(shares), samples=sum(s.count for s in shares))
         for m in own.mine:
             share = shares[m]
-            if share.contents is None:
-                own.read(m, keys=share.keys.tolist())
-            else:
-                own.read(m, contents=share.contents.tolist())
+            said = share.contents
+            own.read(m, share.keys if said is None else None, said)
         inputs = {m: shares[m].data for m in own.mine}
         items = {m: self._items(data) for m, data in inputs.items()}
         counted = [n for n in items.values() if n is not None]

@@ -253,7 +253,7 @@ class StepLogs:
         return {
             name: part
             for name, part in module.named_modules()
-            if hasattr(part, "_reductions") and hasattr(part, "_update_count")
+            if "_reductions" in vars(part) and "_update_count" in vars(part)
         }
 
 

@@ -183,8 +183,7 @@ class LightningSteps:
             if batch is None:
                 raise BadInput("the train dataloader gave None for a batch; wanted a batch")
             contents = now.share.contents
-            keys = now.share.keys.tolist() if contents is None else None
-            self.step.read(now.m, keys, None if contents is None else contents.tolist())
+            self.step.read(now.m, now.share.keys if contents is None else None, contents)
             self.step.micro(now.m)
             return batch
         if self.batch is not None:
@@ -203,7 +202,8 @@ class LightningSteps:
         now = self.current
         if now is None or result.closure_loss is None:
             return result
-        result.loss = result.loss * self.first_world
+        if self.first_world > 1:
+            result.loss = result.loss * self.first_world
         divisor = self.accumulation * self._beside(now)
         if divisor != self.micro_batches:
             result.closure_loss = result.closure_loss * (self.micro_batches / divisor)

@@ -23,6 +23,7 @@ from torchtitan.components.dataloader import DataloaderExhaustedError
 from harness.adapters.titan import joined
 from harness.adapters.titan_data import TitanLoader, fingerprint
 from harness.core.world import BadInput
+from harness.worker.norm_once import once as norm_once
 
 if TYPE_CHECKING:
     from harness.worker.own_loop import OwnLoop, OwnStep
@@ -64,6 +65,7 @@ class TitanSums:
     def norm(self) -> torch.Tensor:
         grads = [p.grad for p in self._parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+        norm_once.note(grads, norm)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def clip(self, coefficient: torch.Tensor) -> None:

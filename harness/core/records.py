@@ -55,13 +55,11 @@ class StepRecord:
         return self.world // len(self.shares) if self.shares else 1
 
     def chained(self, prev: str) -> StepRecord:
-        unsealed = dataclasses.replace(self, prev=prev, h="")
-        return dataclasses.replace(unsealed, h=unsealed.hash())
+        body = self._body() | {"prev": prev}
+        return dataclasses.replace(self, prev=prev, h=_hash(body))
 
     def hash(self) -> str:
-        body = self._body()
-        del body["h"]
-        return digest(canonical(body))
+        return _hash(self._body())
 
     def to_line(self) -> str:
         return json.dumps(self._body(), separators=(",", ":"))
@@ -69,12 +67,17 @@ class StepRecord:
     def _body(self) -> dict[str, Any]:
         """Without what is empty since it came later than the first records, so that their
         hashes stay."""
-        body = dataclasses.asdict(self)
+        body = dict(vars(self))  # in the fields' order
         if not self.contents:
             del body["contents"]
         if self.begins < 0:
             del body["begins"]
         return body
+
+
+def _hash(body: Mapping[str, Any]) -> str:
+    """Of a record, but for its own."""
+    return digest(canonical({name: value for name, value in body.items() if name != "h"}))
 
 
 @dataclass(frozen=True)

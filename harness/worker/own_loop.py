@@ -41,6 +41,7 @@ from harness.worker import machine
 from harness.worker.hands import Hands
 from harness.worker.hidden import world as hidden_world
 from harness.worker.loader import seed_everything
+from harness.worker.norm_once import once as norm_once
 from harness.worker.own_work import OwnWork
 from harness.worker.parallel import Replicated
 from harness.worker.peers import Peers
@@ -52,6 +53,7 @@ from storage.errors import NotFound
 
 SCRIPT_WORLD = "HARNESS_SCRIPT_WORLD"  # see `OwnLoops.script_world`
 MOST_RANKS = 1 << 20
+Keys = Sequence[int] | np.ndarray[Any, Any]
 
 
 class DataPlace:
@@ -166,15 +168,16 @@ class OwnStep:
         """The script forwards something that is no micro-batch of this step."""
         self._work.training.norms.rest()
 
-    def read(
-        self, m: int, keys: Sequence[int] | None = None, contents: Sequence[int] | None = None
-    ) -> None:
+    def read(self, m: int, keys: Keys | None = None, contents: Keys | None = None) -> None:
         """What micro-batch m consists of: indices of the dataset (`keys`), or hashes of the items
         where there are none (`contents`, of `loader.content_hash`)."""
-        said = [int(value) % 2**63 for value in (keys if keys is not None else contents or ())]
+        said = keys if keys is not None else contents
+        if not isinstance(said, np.ndarray) or said.dtype != np.int64:
+            values = () if said is None else said
+            said = np.array([int(value) % 2**63 for value in values], np.int64)
         first = self.first_of(m)
         at = np.arange(first, first + len(said), dtype=np.int64)
-        self._sums.note_foreign(at, np.array(said, np.int64))
+        self._sums.note_foreign(at, said & np.int64(2**63 - 1))
 
     def done(self, m: int, loss: torch.Tensor | float, weight: float) -> None:
         """After its backward. `loss`: the mean over it; `weight`: for how many samples or tokens
@@ -241,6 +244,7 @@ class OwnStep:
     def end(self, lr: float) -> None:
         """The optimizers have stepped."""
         assert self._floats is not None
+        norm_once.forget()
         begins, self._place.position = self._place.position, self._place.position + self.samples
         with hidden_world.inside():
             self._work.done(self._sums, self._began, self._micros, self._floats, lr, begins)
@@ -327,4 +331,5 @@ class OwnLoops:
             self._hands.turn(machine.Looped())
             training.strategy.start(micro_batches)
             training.strategy.zero()
+        norm_once.install()
         return OwnLoop(self._work, self._hands, place)

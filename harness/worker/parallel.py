@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.core.world import BadInput
+from harness.worker.norm_once import once as norm_once
 from harness.worker.norms import has_sync_norm
 from harness.worker.sharding import check_sharding, is_sharded, needs
 
@@ -111,8 +112,10 @@ class Single:
                 grad.div_(weight)
 
     def norm(self) -> torch.Tensor:
-        norms = torch._foreach_norm(self._grads(), 2.0, torch.float32)
+        grads = self._grads()
+        norms = torch._foreach_norm(grads, 2.0, torch.float32)
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        norm_once.note(grads, total)
         return total
 
     def clip(self, coefficient: torch.Tensor) -> None:
@@ -280,6 +283,7 @@ class Replicated:
     def norm(self) -> torch.Tensor:
         norms = [torch.linalg.vector_norm(flat, dtype=torch.float32) for flat in self._flats]
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        norm_once.note(list(self._views.values()), total)
         return total
 
     def clip(self, coefficient: torch.Tensor) -> None:

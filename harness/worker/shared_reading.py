@@ -157,7 +157,7 @@ class _Placed(Dataset[Any]):
         self.with_trainer = with_trainer
 
     def __getitems__(self, asked: _Asked) -> tuple[np.ndarray[Any, Any] | None, Any]:
-        with chance.kept() if self.with_trainer else contextlib.nullcontext():
+        with chance.lent() if self.with_trainer else contextlib.nullcontext():
             items = self._items(asked)
             contents = None
             if not asked.plain:

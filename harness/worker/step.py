@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -36,6 +37,7 @@ class Sums:
     def __init__(self, batching: Batching, device: torch.device, leads: bool):
         self.samples, self._hash_sum, self._contents_sum = 0, 0, 0
         self._leads = leads
+        self._foreign: list[tuple[Any, Any]] = []  # positions, what was read there; not yet summed
         # One place per micro-batch of the step, filled by who does it: their sum over ranks, in
         # this order, is the same on any world.
         self.losses = torch.zeros(batching.micro_batches, dtype=torch.float64, device=device)
@@ -54,9 +56,16 @@ class Sums:
     def note_foreign(self, positions: Any, said: Any) -> None:
         """As `note`, of what a trainer that is not ours has read: what is at a position is only
         said."""
-        self._hash_sum += digest(sample_hash(positions, positions))
-        self._contents_sum += digest(sample_hash(positions, said))
+        self._foreign.append((positions, said))
         self.samples += len(positions)
+
+    def _hash_foreign(self) -> None:
+        """All micro-batches at once: a call takes longer than their few rows."""
+        if self._foreign:
+            positions, said = (np.concatenate(each) for each in zip(*self._foreign, strict=True))
+            self._foreign.clear()
+            self._hash_sum += digest(sample_hash(positions, positions))
+            self._contents_sum += digest(sample_hash(positions, said))
 
     def add(
         self, micro: int, loss: torch.Tensor, amount: float, more: bool = False, parts: bool = True
@@ -78,6 +87,7 @@ class Sums:
 
     def ints(self, tell: bool, gflops: int) -> torch.Tensor:
         """As `Pending.ints` wants it, without votes."""
+        self._hash_foreign()
         both = (self._hash_sum + self._contents_sum) % 2**64
         if self._leads:
             said = (self._hash_sum, self._contents_sum, 0)
