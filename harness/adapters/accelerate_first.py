@@ -16,7 +16,7 @@ import torch
 from harness.bucket.layout import IDENTITY, Identity
 from harness.core.batch import plan
 from harness.core.values import BadObject
-from harness.worker.own_loop import Keys, OwnStep, begin_micro
+from harness.worker.own_loop import SampleKeys, OwnStep, begin_micro
 from harness.worker.session import Session
 from storage.errors import NotFound
 
@@ -52,7 +52,9 @@ class FirstStep:
     def idle(self) -> None:
         self.run._work.training.norms.rest()
 
-    def read(self, m: int, keys: Keys | None = None, contents: Keys | None = None) -> None:
+    def read(
+        self, m: int, keys: SampleKeys | None = None, contents: SampleKeys | None = None
+    ) -> None:
         self._reads.append((m, keys, contents))
 
     def done(self, m: int, loss: torch.Tensor | float, weight: float) -> None:

@@ -53,7 +53,7 @@ from storage.errors import NotFound
 
 SCRIPT_WORLD = "HARNESS_SCRIPT_WORLD"  # see `OwnLoops.script_world`
 MOST_RANKS = 1 << 20
-Keys = Sequence[int] | np.ndarray[Any, Any]
+SampleKeys = Sequence[int] | np.ndarray[Any, Any]
 
 
 class DataPlace:
@@ -168,7 +168,9 @@ class OwnStep:
         """The script forwards something that is no micro-batch of this step."""
         self._work.training.norms.rest()
 
-    def read(self, m: int, keys: Keys | None = None, contents: Keys | None = None) -> None:
+    def read(
+        self, m: int, keys: SampleKeys | None = None, contents: SampleKeys | None = None
+    ) -> None:
         """What micro-batch m consists of: indices of the dataset (`keys`), or hashes of the items
         where there are none (`contents`, of `loader.content_hash`)."""
         said = keys if keys is not None else contents
