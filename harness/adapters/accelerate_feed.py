@@ -18,7 +18,7 @@ from harness.adapters.unused import UnusedParameters
 from harness.core.world import BadInput
 from harness.worker import chance
 from harness.worker.loader import content_hash, fingerprint
-from harness.worker.own_loop import SampleKeys
+from harness.worker.own_loop import WhatWasRead
 from harness.worker.shares import Share, SharedLoader
 
 ACCUMULATION = "HARNESS_ACCUMULATION"  # iterations of the script for each optimizer step
@@ -100,8 +100,8 @@ class TrainingFeed:
         self.seek = ""
         return Window(iter(self.shared), self.batches, at * ranks)
 
-    def said_of(self, share: Share) -> tuple[SampleKeys | None, SampleKeys | None]:
-        """SampleKeys and contents, as a step's record wants them."""
+    def said_of(self, share: Share) -> tuple[WhatWasRead | None, WhatWasRead | None]:
+        """WhatWasRead and contents, as a step's record wants them."""
         if self.varies:
             return None, [content_hash(share.keys.tolist())]
         if share.contents is not None:

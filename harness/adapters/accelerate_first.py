@@ -16,7 +16,7 @@ import torch
 from harness.bucket.layout import IDENTITY, Identity
 from harness.core.batch import plan
 from harness.core.values import BadObject
-from harness.worker.own_loop import SampleKeys, OwnStep, begin_micro
+from harness.worker.own_loop import OwnStep, WhatWasRead, begin_micro
 from harness.worker.session import Session
 from storage.errors import NotFound
 
@@ -53,7 +53,7 @@ class FirstStep:
         self.run._work.training.norms.rest()
 
     def read(
-        self, m: int, keys: SampleKeys | None = None, contents: SampleKeys | None = None
+        self, m: int, keys: WhatWasRead | None = None, contents: WhatWasRead | None = None
     ) -> None:
         self._reads.append((m, keys, contents))
 

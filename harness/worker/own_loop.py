@@ -53,7 +53,7 @@ from storage.errors import NotFound
 
 SCRIPT_WORLD = "HARNESS_SCRIPT_WORLD"  # see `OwnLoops.script_world`
 MOST_RANKS = 1 << 20
-SampleKeys = Sequence[int] | np.ndarray[Any, Any]
+WhatWasRead = Sequence[int] | np.ndarray[Any, Any]
 
 
 class DataPlace:
@@ -169,7 +169,7 @@ class OwnStep:
         self._work.training.norms.rest()
 
     def read(
-        self, m: int, keys: SampleKeys | None = None, contents: SampleKeys | None = None
+        self, m: int, keys: WhatWasRead | None = None, contents: WhatWasRead | None = None
     ) -> None:
         """What micro-batch m consists of: indices of the dataset (`keys`), or hashes of the items
         where there are none (`contents`, of `loader.content_hash`)."""
