@@ -56,7 +56,7 @@ class LaunchPlan:
         choice: the accumulation. Workers that make no whole replica wait."""
         if self.choice is None or self.micro_batches is None:
             return None
-        ranks = nodes * max(1, self.choice.gpus)
+        ranks = nodes * self.choice.workers
         whole = ranks - ranks % self.replica_ranks
         try:
             return batch.plan(self.micro_batches, whole, replica_ranks=self.replica_ranks).shares
@@ -198,7 +198,7 @@ def show(plan: LaunchPlan, console: Console) -> None:
         return
     low, high = plan.nodes
     for nodes in sorted({low, high}):
-        ranks, usd = nodes * max(1, plan.choice.gpus), nodes * plan.choice.usd_per_h
+        ranks, usd = nodes * plan.choice.workers, nodes * plan.choice.usd_per_h
         spread = _spread(plan, nodes)
         hours = (
             f", {plan.budget_usd / usd:.1f} h for {plan.budget_usd:g} USD"
