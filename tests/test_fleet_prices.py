@@ -6,6 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from harness.controller import plan
 from harness.controller.combinators import within_budget
 from harness.controller.deadline import deadline
 from harness.controller.fleet_prices import by_cost, snapshots_at
@@ -62,6 +63,13 @@ def test_a_fleet_waits_for_a_lower_price_and_says_for_how_long_and_what_it_saves
     # without time to spare, or where prices were never seen to move, it does not
     assert isinstance(deadline(at_price(1.8, left_h=26.0)), Launch)
     assert isinstance(deadline(at_price(1.8, path=())), Launch)
+
+
+def test_a_plan_says_that_a_launch_would_wait_and_until_when():
+    view = at_price(1.8)
+    found = plan.make(view.offers, deadline, (1, NODES), view=view)
+    assert found.choice is None and "cheaper in time" in found.why and "USD" in found.why
+    assert plan.make(view.offers, deadline, (1, NODES)).choice is not None  # nothing is known
 
 
 def test_all_of_it_is_let_go_while_the_price_is_high():
@@ -140,7 +148,8 @@ def two_places(**more):
 def test_a_fleet_goes_where_snapshots_and_losses_leave_more_of_its_work():
     view, spot = two_places(snapshot_cost_s=20.0, commit_s=30.0)
     assert [o.name for o in by_cost(view, NODES, spot, 24.0)] == ["b", "a"]
-    assert snapshots_at(view, NODES, spot[0]).interval_s < snapshots_at(view, NODES, OTHER).interval_s
+    restless, quiet = (snapshots_at(view, NODES, offer) for offer in spot)
+    assert 0 < restless.interval_s < quiet.interval_s and restless.share > quiet.share
     # a much lower price is worth it
     half = [dataclasses.replace(spot[0], usd_per_h=0.2), OTHER]
     assert by_cost(view, NODES, half, 24.0)[0].name == "a"

@@ -15,9 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harness.controller.combinators import without_nodes
 from harness.controller.policies import usd_per_work
 from harness.core import batch
 from harness.core.world import BadInput, Launch, Offer, Policy, Stop, View, Wait
+from harness.views.words import clock
 from storage.text import plain
 
 SHOWN = 15
@@ -93,14 +95,17 @@ def make(
     measured: Measured | None = None,
     budget_usd: float | None = None,
     replica_ranks: int = 1,
+    view: View | None = None,
 ) -> LaunchPlan:
     """Ask the policy again and again, as if every offer that it takes were full: that is its
-    order."""
+    order. `view`: what it knows besides the offers; of a run that has no nodes, whatever is there
+    now."""
+    known = View(0.0, 0.0, *nodes, (), ()) if view is None else view
     order: list[Offer] = []
     left = sorted(offers)
     first: tuple[Offer | None, str] | None = None
     while left:
-        decision = policy(View(0.0, 0.0, *nodes, (), tuple(left)))
+        decision = policy(without_nodes(known, left))
         if first is None:
             first = (
                 (decision.offer, decision.reason)
@@ -126,6 +131,10 @@ def make(
 
 
 def _words(decision: object) -> str:
+    if isinstance(decision, Wait) and decision.expected_s is not None:
+        until = f"{decision.reason}, probably until {clock(decision.expected_s)} UTC"
+        saves = f" (saves about {decision.saving_usd:.2f} USD)" if decision.saving_usd else ""
+        return until + saves
     return decision.reason if isinstance(decision, (Wait, Stop)) else str(decision)
 
 
