@@ -7,9 +7,9 @@ import os
 import random
 import secrets
 import socket
+import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -345,7 +345,7 @@ def _lead(
                 # somebody must know
                 view.end()
                 if not isinstance(e, (StoreError, HarnessError)):
-                    traceback.print_exc()
+                    sys.excepthook(type(e), e, e.__traceback__)
                 return give_up(e, store, cloud, console, url)
         cloud.shutdown()
     return outcome
