@@ -5,19 +5,27 @@ changeover of 10 min, nothing known at the beginning. Prints the sum of the bill
 the optimum's, with the error of that ratio over markets, the mean hours until the work was done,
 and deadlines missed. No network, no account.
 
-    python benchmarks/fleets.py [--quick] [--seed N] [--work H]
+With `--swing`, prices of spot wander with that standard deviation of their logarithm, change every
+four hours, and are known for the 20 days before; `deadline` is beside itself where it takes prices
+as they are, whose bill is the 1 then, on fleets of four nodes.
+
+    python benchmarks/fleets.py [--quick] [--seed N] [--work H] [--swing 0.3]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 
 import numpy as np
-from deadlines import over
+from deadlines import over, prices_stand_still
 
+from harness.controller.deadline import deadline
 from harness.market.made_up import CALM, ROUGH, MadeUpZone, make_up
 from harness.market.traces import ZoneTrace
+from harness.market.wandering import PricePath
+from harness.proof.market_quick import play
 from harness.proof.market_replay import ReplayJob
 from harness.proof.market_runs import run_table
 from harness.proof.market_table import BEST_FIXED, FIXED
@@ -27,6 +35,11 @@ POLICIES = ("deadline", "uniform_progress", "greedy", BEST_FIXED)
 TIMES = (1.08, 1.25, 1.5, 2.0)
 # mean hours that a block is there, and away
 ROOMS = {"a third of the fleet": (2.0, 4.0), "two thirds of the fleet": (4.0, 2.0)}
+SPOT_USD_PER_H, ON_DEMAND_USD_PER_H = 0.9731, 3.06
+# with prices that wander
+FEW, KNOWN_H, PRICED_TICK_S, SAME = 4, 480.0, 1800.0, 8  # ticks from one price to the next
+PRICED_TIMES, PRICED_ZONES = (1.5, 2.0, 3.0), (1, 4)
+PRICED_ROOMS = {"two thirds of the fleet": (4.0, 2.0), "nearly all of it": (30.0, 1.0)}
 
 
 def markets(
@@ -42,19 +55,77 @@ def markets(
     return found
 
 
+def priced(
+    room: tuple[float, float], zones: int, hours: float, swing: float, seed: tuple[int, ...]
+) -> tuple[list[ZoneTrace], dict[str, PricePath]]:
+    """A market of so many zones whose prices wander, and what is known of them before."""
+    rng, first = np.random.default_rng(seed), int(KNOWN_H * 3600 / PRICED_TICK_S)
+    prices = {"price_swing": swing, "most_usd_per_h": ON_DEMAND_USD_PER_H}
+    asked = [
+        MadeUpZone(f"{at}", *room, nodes=FEW, blocks=2, usd_per_h=SPOT_USD_PER_H, **prices)
+        for at in range(zones)
+    ]
+    weather = ROUGH if seed[-1] % 2 else CALM
+    found, before = [], {}
+    for zone in make_up(asked, KNOWN_H + hours, rng, tick_s=PRICED_TICK_S, weather=weather):
+        assert zone.usd_per_h is not None
+        usd = zone.usd_per_h[np.arange(len(zone.nodes)) // SAME * SAME]
+        found.append(dataclasses.replace(zone, nodes=zone.nodes[first:], usd_per_h=usd[first:]))
+        before[zone.zone] = tuple(
+            (PRICED_TICK_S * (at - first), float(usd[at])) for at in range(0, first, SAME)
+        )
+    return found, before
+
+
+def wandering(swing: float, work_h: float, count: int, seed: int) -> None:
+    """What it is worth to a fleet that prices wander."""
+    for zones in PRICED_ZONES:
+        for words, room in PRICED_ROOMS.items():
+            print(f"{zones} zones with room for {words}, {count} markets", flush=True)
+            for times in PRICED_TIMES:
+                job = ReplayJob(work_h, times * work_h, (1, FEW), 600.0, 0.0, 0.0,
+                                SPOT_USD_PER_H, ON_DEMAND_USD_PER_H)  # fmt: skip
+                usd, hours, missed = [], [], 0
+                for at in range(count):
+                    seeds = (seed, zones, round(room[0]), at)
+                    market, before = priced(room, zones, job.deadline_h + 1, swing, seeds)
+                    both = [
+                        play(market, 0, job, policy, prices=before)
+                        for policy in (deadline, prices_stand_still)
+                    ]
+                    usd.append([ended.usd for ended in both])
+                    hours.append([ended.finish_h for ended in both])
+                    missed += sum(ended.missed for ended in both)
+                waits, still = np.array(usd).T
+                drawn = np.random.default_rng(0).integers(0, count, (2000, count))
+                again = waits[drawn].sum(axis=1) / still[drawn].sum(axis=1)
+                done = np.mean(hours, axis=0)
+                print(
+                    f"  {times:.2f}x  {waits.sum() / still.sum():.3f} +- {again.std():.3f}  "
+                    f"done after {done[0]:.1f} h (without waits {done[1]:.1f}), {missed} missed; "
+                    f"cheaper {np.sum(waits < still - 1e-6)}, dearer "
+                    f"{np.sum(waits > still + 1e-6)}",
+                    flush=True,
+                )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="a quarter of the markets")
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--work", type=float, default=24.0, help="hours on all nodes")
+    parser.add_argument("--swing", type=float, default=0.0, help="of prices of spot")
     asked = parser.parse_args()
+    if asked.swing:
+        wandering(asked.swing, asked.work, 6 if asked.quick else 24, asked.seed)
+        return
     jobs = [
         ReplayJob(
             asked.work,
             times * asked.work,
             (1, NODES),
-            spot_usd_per_h=0.9731,
-            on_demand_usd_per_h=3.06,
+            spot_usd_per_h=SPOT_USD_PER_H,
+            on_demand_usd_per_h=ON_DEMAND_USD_PER_H,
         )
         for times in TIMES
     ]

@@ -60,6 +60,7 @@ ALONE_S = {
 FILE_S = {
     "test_agent.py": 90,
     "test_plan_calibration.py": 120,
+    "test_price_waits.py": 25,
     "test_system.py": 55,
     "test_session.py": 45,
     "test_drill.py": 42,

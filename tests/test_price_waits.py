@@ -30,12 +30,12 @@ def prices_stand_still(view):
     return deadline(dataclasses.replace(view, known=dataclasses.replace(view.known, prices={})))
 
 
-@pytest.mark.parametrize("nodes", [1, 4])
-def test_to_wait_for_lower_prices_costs_less(nodes):
+@pytest.mark.parametrize(("nodes", "markets"), [(1, 12), (4, 40)])
+def test_to_wait_for_lower_prices_costs_less(nodes, markets):
     """Than the same policy that takes prices as they are, in the same markets."""
     paid = {deadline: 0.0, prices_stand_still: 0.0}
     job = ReplayJob(24.0, 72.0, (1, nodes), changeover_s=600.0)
-    for seed in range(12):
+    for seed in range(markets):
         zones, first, before = market(seed, nodes, 80.0)
         for policy in paid:
             found = play(zones, first, job, policy, prices=before)

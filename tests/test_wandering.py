@@ -12,6 +12,8 @@ from harness.market.wandering import (
     chances,
     cheapest,
     hours_until,
+    hours_until_one,
+    level_after,
     level_factors,
     level_rates,
     swing_of,
@@ -81,6 +83,20 @@ def test_how_long_it_takes_until_a_level_is_reached():
     found = hours_until(rates, [True, True, False, False, False])
     assert found[0] == found[1] == 0 < found[2] < found[3] < found[4]
     assert hours_until(level_rates(0.0), [True]).tolist() == [0.0]
+
+
+def test_where_a_price_is_after_a_while():
+    assert level_after(0.05, 1.25, 0.0) == pytest.approx([0.0, 0.75, 0.25, 0.0, 0.0])
+    for level in (0.0, 1.25, LEVELS - 1.0):
+        soon, late = level_after(0.05, level, 1.0), level_after(0.05, level, 500.0)
+        assert soon.sum() == pytest.approx(1.0) and soon @ range(LEVELS) == pytest.approx(
+            2 + (level - 2) * math.exp(-0.05), abs=0.01
+        )
+        assert late == pytest.approx([1 / 16, 4 / 16, 6 / 16, 4 / 16, 1 / 16], abs=1e-3)
+    wanted = [True, True, False, False, False]
+    assert hours_until_one(0.05, 0.5, wanted, 99.0) == 0
+    assert 0 < hours_until_one(0.05, 1.5, wanted, 99.0) < hours_until_one(0.05, 2.0, wanted, 99.0)
+    assert hours_until_one(0.05, 4.0, wanted, 3.0) == 3.0
 
 
 def test_the_cheapest_of_some_prices_since_all_are_known():

@@ -129,9 +129,9 @@ class FleetCase:
     def _for_price(self) -> Decision | None:
         """Nobody stays, or begins, while spot is dear and there is time enough: for a whole fleet
         on demand, and for the losses to come."""
-        if self.bought or not self.dear:
+        if self.bought or not self.dear or not moved(self.view, self.spot[:PLACES]):
             return None
-        if not self._safe(self.most + 1) or not moved(self.view, self.spot) or self._short():
+        if not self._safe(self.most + 1) or self._short():
             return None
         rooms = open_offers(self.view, self.spot)[:PLACES]
         names = {offer.name for offer in rooms} | {node.offer.name for node in self.rented}
