@@ -52,3 +52,14 @@ def test_no_deadline_is_missed_however_prices_move(room, times):
         zones, first, before = market(seed, 6, times * 12.0 + 1, room, swing=1.0)
         assert not play(zones, first, job, deadline, prices=before).missed
     assert not replay(zones, first, job, deadline).missed
+
+
+def test_a_fleet_that_waits_does_so_in_the_real_loop():
+    """Which ends its nodes, asks for others later, and does not take the wait for a standstill."""
+    job = ReplayJob(24.0, 72.0, (1, 4), changeover_s=600.0)
+    zones, first, _ = market(0, 4, 80.0, swing=1.0)
+    found, quick = replay(zones, first, job, deadline), play(zones, first, job, deadline)
+    assert (found.outcome, found.missed, found.launches) == ("done", False, quick.launches)
+    assert found.usd == pytest.approx(quick.usd)
+    still = play(zones, first, job, prices_stand_still)
+    assert found.launches > still.launches and found.usd < 0.9 * still.usd
