@@ -27,6 +27,7 @@ from harness.controller.choosing import (
 )
 from harness.controller.fleet_prices import PLACES, FleetAtPrice, by_cost, moved, snapshots_at
 from harness.controller.work_prices import CHEAPER_LATER
+from harness.core.known import SnapshotPace
 from harness.core.world import Decision, Launch, Node, Offer, Terminate, View, Wait
 from harness.market.fluid import FleetOutlook, FleetTerms, fleet_outlook
 
@@ -206,9 +207,14 @@ class FleetCase:
 
     def _pays(self, offer: Offer, dear: Offer) -> bool:
         """Is spot cheaper when everybody's work is counted that goes with a node that is taken?"""
-        pace = snapshots_at(self.view, self.most, offer)
-        again = self._loss_per_h * self.most * pace.lost_s / 3600
-        return usd_per_work(offer) * (1 + pace.share) < (1 - again) * usd_per_work(dear)
+        again = self._loss_per_h * self.most * self._snapshots.lost_s / 3600
+        share = self._snapshots.share
+        return usd_per_work(offer) * (1 + share) < (1 - again) * usd_per_work(dear)
+
+    @functools.cached_property
+    def _snapshots(self) -> SnapshotPace:
+        """As they are made on the best spot here."""
+        return snapshots_at(self.view, self.most, self.spot[0])
 
     def _worth_changing(self, bought: Node, offer: Offer) -> bool:
         here, there = usd_per_work(bought.offer), usd_per_work(offer)
