@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from harness.cli.common import DONE, replica_ranks
+from harness.cli.common import DONE, model_mesh, replica_ranks
 from harness.core.world import BadInput
 from storage.errors import NotFound
 from storage.objects import ObjectStore
@@ -47,6 +47,7 @@ def show_plan(
             measured=timed,
             budget_usd=flags.budget_usd,
             replica_ranks=replica_ranks(task.envs),
+            mesh=model_mesh(task.envs),
         )
     finally:
         cloud.close()
