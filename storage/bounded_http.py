@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import resource
 import socket
 import sys
@@ -80,6 +81,25 @@ class _Head:
     @property
     def closed(self) -> bool:
         return self._inner.closed
+
+
+def our_names(host: str) -> frozenset[str]:
+    """Names by which a server that listens on `host` may be asked."""
+    return frozenset({"localhost", host.lower(), socket.gethostname().lower()})
+
+
+def is_our_name(header: str, names: frozenset[str]) -> bool:
+    """Does a Host header name this machine: by an address, or by one of `names`? A name that
+    somebody else made point here does not."""
+    host = header.strip().lower()
+    host = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if host.rstrip(".") in names:
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 class BoundedHTTPServer(ThreadingHTTPServer):
@@ -202,7 +222,7 @@ class BoundedHTTPServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A caller that went away, or was sent away, is no error; what a handler raises is told."""
         if not isinstance(sys.exc_info()[1], OSError):
-            super().handle_error(request, client_address)
+            sys.excepthook(*sys.exc_info())  # as this process tells errors
 
 
 class BoundedHandler(BaseHTTPRequestHandler):

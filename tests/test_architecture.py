@@ -161,6 +161,7 @@ def test_only_composers_read_the_environment():
         "publisher.py",
         "trackers.py",
         "plugins.py",
+        "broker.py",
         "provider.py",
         "local.py",
         "tasks.py",

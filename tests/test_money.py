@@ -47,6 +47,16 @@ def test_no_budget_is_overshot_and_nothing_is_left(first: int) -> None:
     assert used[len(used) // 2] > 0.8  # and it is not kept back for nothing
 
 
+# a node came and went while nobody led, and its cloud hid it; a cloud that had been silent for most
+# of the end then told of what was long gone
+ONCE_BROKEN = (2556, 6172, 1804, 1963, 5687, 5885, 8271, 9153, 9704)
+
+
+@pytest.mark.parametrize("seed", ONCE_BROKEN)
+def test_seeds_that_once_broke_their_budgets_or_named_what_was_gone(seed: int) -> None:
+    assert "STILL RUNNING" not in str(spend(seed).outcome)
+
+
 class Careless(LimitsKeeper):
     """Trains on."""
 

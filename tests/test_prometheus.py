@@ -68,6 +68,25 @@ def test_the_text_format():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("host", "answered"),
+    [
+        ("127.0.0.1:{port}", True), ("localhost:{port}", True), ("[::1]:{port}", True),
+        ("evil.example:{port}", False), ("localhost.evil.example", False), ("", False),
+    ],
+)  # fmt: skip
+def test_only_who_names_this_machine_is_answered(host: str, answered: bool):
+    """A page in a browser may make its own name point here."""
+    with exposing("0", lambda: "x 1\n") as url:
+        port = url.rpartition(":")[2].partition("/")[0]
+        asked = urllib.request.Request(url, headers={"Host": host.format(port=port)})
+        if answered:
+            assert urllib.request.urlopen(asked, timeout=20).read() == b"x 1\n"
+        else:
+            with pytest.raises(urllib.error.HTTPError, match="421"):
+                urllib.request.urlopen(asked, timeout=20)
+
+
 def test_a_run_s_numbers_are_those_of_its_ledger():
     h = whole_run()
     h.controller(f.GuardTripped(120, h.epoch, "non-finite", math.nan))

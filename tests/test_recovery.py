@@ -227,6 +227,25 @@ def test_a_node_that_cannot_be_ended_is_named(stage: Stage) -> None:
     assert "attempts 1 (spot, launched by " in outcome.reason
 
 
+def test_what_a_cloud_says_after_a_silence_is_looked_at_again_before_it_is_called_running(
+    stage: Stage,
+) -> None:
+    """It was silent for longer than nodes may take to be gone, and what it says first is old."""
+
+    class Late(Cloud):
+        def nodes(self) -> Sequence[Node]:
+            if 20 < self.clock.now() < 220:
+                raise CloudUnavailable("no answer")
+            old = [dataclasses.replace(n, state=NodeState.UP, gone_s=None) for n in super().nodes()]
+            return old if 220 <= self.clock.now() < 230 else super().nodes()
+
+    late = Late(stage.clock)
+    stage.clock.after(10.0, lambda: stage.store.put(STOP_KEY, b"enough"))
+    stage.clock.after(15.0, lambda: late.end(1, 35))
+    spec = RunSpec(exit_grace_s=10.0, terminate_timeout_s=60.0)
+    assert stage.lead(spec, cloud=late).outcome == "stopped"
+
+
 @pytest.mark.parametrize(("failed", "outcome"), [(False, "stopped"), (True, "failed")])
 def test_a_stop_request_is_carried_out(stage: Stage, failed: bool, outcome: str) -> None:
     request = json.dumps({"reason": "loss is NaN", "by": "guard", "failed": failed}).encode()
@@ -412,6 +431,42 @@ def test_an_intent_that_was_never_launched_costs_nothing(stage: Stage) -> None:
     assert (lost.attempt, lost.end, lost.billed_s, lost.usd) == (7, "lost", 0.0, 0.0)
     assert ended.attempt == 8
     assert stage.cloud.all[8].asked_s >= 10.0, "it may still come: until then its place is taken"
+
+
+@pytest.mark.parametrize(
+    ("member", "billed_s"),
+    [
+        # by its agent's 20 beats of 10 s, between a launch of 40 s and an end of 30 s
+        ({"state": "gone", "beat": 20}, 40 + 20 * 10 + 30),
+        ({"state": "in", "beat": 20}, 40 + 20 * 10 + 30),
+        # nobody knows for how long: until now
+        ({"state": "gone"}, 500),
+        ({"state": "gone", "beat": 10**9}, 500),
+    ],
+)
+def test_a_node_that_came_and_went_unseen_is_billed_by_its_members_beats(
+    stage: Stage, member: dict[str, object], billed_s: float
+) -> None:
+    """Its controller had died, and this cloud does not show it."""
+    intend(stage, LeaseTaken(1, "x"), AttemptIntended(7, dataclasses.asdict(SPOT)))
+    stage.clock.sleep(500)
+    stage.store.put("rdzv/members/m0007-aa.json", json.dumps(member).encode())
+    outcome = stage.lead(RunSpec(lost_after_s=10.0, launch_s=40.0, terminate_s=30.0))
+    lost = stage.facts(AttemptEnded)[0]
+    assert (lost.attempt, lost.end, lost.up_s) == (7, "lost", 0.0)
+    assert billed_s <= lost.billed_s < billed_s + 30
+    assert (outcome.outcome, outcome.unproven) == ("done", (7,)), "no cloud has proven its end"
+
+
+def test_a_member_that_is_found_after_its_attempt_was_given_up_is_billed(stage: Stage) -> None:
+    intend(stage, LeaseTaken(1, "x"), AttemptIntended(7, dataclasses.asdict(SPOT)))
+    gone = json.dumps({"state": "gone", "beat": 1}).encode()
+    stage.clock.after(30.0, lambda: stage.store.put("rdzv/members/m0007-aa.json", gone))
+    stage.lead(RunSpec(lost_after_s=10.0, launch_s=5.0, terminate_s=5.0))
+    given_up, found = [f for f in stage.facts(AttemptEnded) if f.attempt == 7]
+    assert (given_up.up_s, given_up.usd) == (None, 0.0)
+    assert (found.end, found.up_s) == ("lost", 0.0)
+    assert found.billed_s == pytest.approx(5 + 10 + 5, abs=1), "launch, one beat, end"
 
 
 def test_a_node_that_the_cloud_forgot_is_billed_until_now(stage: Stage) -> None:

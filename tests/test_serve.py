@@ -11,8 +11,9 @@ from histories import T0, TOTAL, whole_run
 from harness.bucket.journal import Journal
 from harness.core import facts as f
 from harness.core.world import BadInput
-from harness.views.serve import RunsServer, checked_host, is_our_name
+from harness.views.serve import RunsServer, checked_host
 from harness.views.serve_runs import MOST_RUNS, FollowedRun, RunsFolder
+from storage.bounded_http import is_our_name
 from storage.errors import StoreUnavailable
 from storage.files import MemoryStore
 from storage.objects import ObjectStore

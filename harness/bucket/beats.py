@@ -11,10 +11,11 @@ Pure: knows an ObjectStore and is given a clock; tolerates objects that it canno
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from harness.bucket.layout import MEMBERS, Glance, attempt_of, member_key, member_of
+from harness.bucket.layout import MEMBERS, PROMISE_S, Glance, attempt_of, member_key, member_of
 from storage.errors import NotFound
 from storage.objects import ObjectStore
 
@@ -32,6 +33,12 @@ class Beat:
     moved: bool  # its object was seen to change: it lived then
     still_s: float  # since its object was seen to change, or was seen first
     promise_s: float  # it beats at least so often
+    beats: int = 0  # so many it has made; 0: nobody knows
+
+    @property
+    def lived_s(self) -> float:
+        """Its agent lived no longer than this: a beat never took longer. inf: nobody knows."""
+        return self.beats * max(self.promise_s, PROMISE_S) if self.beats else math.inf
 
     def silent(self, least_s: float = 0.0) -> bool:
         """Is it surely not beating any more? `least_s`: the shortest silence that counts."""
@@ -72,7 +79,9 @@ class Beats:
         if before is None or before[0] != data:
             before = self._seen[name] = (data, now, before is not None)
         told, still_s = Glance.of(data), now - before[1]
-        beat = Beat(name, attempt_of(name), told.gone, before[2], still_s, told.promise_s)
+        beat = Beat(
+            name, attempt_of(name), told.gone, before[2], still_s, told.promise_s, told.beats
+        )
         if beat.gone:
             self._gone[name] = beat
         return beat

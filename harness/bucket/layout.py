@@ -290,6 +290,7 @@ class Glance:
 
     gone: bool = False  # it said goodbye
     promise_s: float = PROMISE_S  # it beats at least so often
+    beats: int = 0  # so many it has made; 0: nobody knows
 
     @classmethod
     def of(cls, data: bytes) -> Glance:
@@ -302,7 +303,9 @@ class Glance:
             return cls()
         said_s = amount(body.get("beat_s"))
         promise_s = said_s if 0.0 < said_s <= LONGEST_S else PROMISE_S
-        return cls(body.get("state") == "gone", promise_s)
+        made = body.get("beat")
+        beats = made if type(made) is int and made > 0 else 0
+        return cls(body.get("state") == "gone", promise_s, beats)
 
 
 @dataclass(frozen=True)

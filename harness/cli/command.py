@@ -48,7 +48,8 @@ from harness.cli.simulate import SimulateFlags, simulate
 from harness.cli.track import DashboardsFlags, SyncFlags, dashboards, sync
 from harness.cli.watch import WatchFlags, watch
 from harness.core.config import FlagParser, add_flags, build
-from harness.core.masking import learn, masked
+from harness.core.last_words import keep_secrets
+from harness.core.masking import masked
 from harness.core.world import BadInput, HarnessError
 from storage.errors import StoreError, WrongInput
 from storage.text import plain, why_not_a_word
@@ -126,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     cls, function = COMMANDS[namespace.subcommand]
     if after:
         namespace.script = after
-    learn(os.environ)
+    keep_secrets(os.environ)
     try:
         sys.exit(function(build(cls, namespace)))
     except (BadInput, WrongInput) as e:

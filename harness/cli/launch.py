@@ -7,14 +7,21 @@ import os
 import random
 import secrets
 import socket
+import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tenacity import (
+    retry,
+    retry_if_exception_type,
+    stop_after_delay,
+    wait_random_exponential,
+)
 
 from harness.bucket.heads import sign_off
 from harness.bucket.orders import STOP_KEY, stop_order
@@ -48,7 +55,7 @@ from harness.cli.track import publisher_beside
 from harness.core.config import flag, positional
 from harness.core.given_files import output_file
 from harness.core.world import BadInput, Fenced, HarnessError
-from storage.errors import StoreError
+from storage.errors import StoreError, StoreUnavailable
 from storage.objects import ObjectStore
 from storage.opening import normalize, open_store
 from storage.text import Console
@@ -57,6 +64,7 @@ if TYPE_CHECKING:
     from harness.clouds.local import LocalCloud
     from harness.clouds.skypilot import SkyPilotCloud
     from harness.clouds.tasks import Task
+    from harness.controller.book import Book
     from harness.controller.learning import RunGoals
     from harness.controller.recovery import RunOutcome, RunSpec
     from harness.core.world import Policy
@@ -201,9 +209,7 @@ def launch(flags: LaunchFlags) -> int:
         wanted(flags, nodes, book_of(open_store(url, retry_within_s=PREFLIGHT_S)), time.time())
     store = checked_store(url)
     try:
-        # A controller killed after the last step may have left nodes: those are ended first.
-        book = book_of(store)
-        over = is_final(store) and not book.open
+        book, over = _how_it_stands(store)
     except StoreError as e:
         return give_up(e, store, None, console, url)
     if over:
@@ -333,10 +339,24 @@ def _lead(
                 # somebody must know
                 view.end()
                 if not isinstance(e, (StoreError, HarnessError)):
-                    traceback.print_exc()
+                    sys.excepthook(type(e), e, e.__traceback__)
                 return give_up(e, store, cloud, console, url)
         cloud.shutdown()
     return outcome
+
+
+@retry(
+    retry=retry_if_exception_type(StoreUnavailable),
+    stop=stop_after_delay(PREFLIGHT_S),
+    wait=wait_random_exponential(multiplier=0.2, max=2.0),
+    reraise=True,
+)
+def _how_it_stands(store: ObjectStore) -> tuple[Book, bool]:
+    """The book of the run, and is it over? A store that contradicts itself (lists what it does
+    not find) is asked again for a while. Raises StoreError."""
+    book = book_of(store)
+    # A controller killed after the last step may have left nodes: those are ended first.
+    return book, is_final(store) and not book.open
 
 
 def _run_spec(flags: LaunchFlags, nodes: tuple[int, int]) -> RunSpec:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 
 from harness.core.exposition import CONTENT_TYPE
 from harness.core.world import BadInput
-from storage.bounded_http import BoundedHandler, BoundedHTTPServer, HTTPBounds
+from storage.bounded_http import (
+    BoundedHandler,
+    BoundedHTTPServer,
+    HTTPBounds,
+    is_our_name,
+    our_names,
+)
 
 BOUNDS = HTTPBounds(connections=8, request_s=10.0)  # a scraper or two
 
@@ -28,8 +35,13 @@ def exposing(asked: str, text: Callable[[], str]) -> Iterator[str]:
     name, _, port = asked.rpartition(":")
     host = name.removeprefix("[").removesuffix("]") or "127.0.0.1"
 
+    names = our_names(host)
+
     class Scrape(BoundedHandler):
         def do_GET(self) -> None:
+            if not is_our_name(self.headers.get("Host", ""), names):  # a page that rebinds its name
+                self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "ask by address or by our own name")
+                return
             if self.path.partition("?")[0] != "/metrics":
                 self.send_error(404, "wanted /metrics")
                 return

@@ -30,6 +30,7 @@ import yaml
 
 from harness.clouds import azure_prices, gcp_prices
 from harness.clouds.aws_prices import price_changes
+from harness.core.last_words import keep_secrets
 
 ACTIVE = ("PENDING", "RUNNING", "WAITING")  # states of an API server's request that has not ended
 # in a cluster's task: who launched it, as what; how a later controller knows its clusters
@@ -336,6 +337,7 @@ def serve(calls: Calls, lines: Iterable[str], answer: io.TextIOBase) -> None:
 
 
 def main() -> None:
+    keep_secrets(os.environ)
     # what SkyPilot prints goes to the log, not between our answers
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

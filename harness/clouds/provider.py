@@ -49,6 +49,7 @@ from harness.clouds.node_environment import node_env
 from harness.clouds.provider_api import Stopping, serve
 from harness.clouds.provider_files import lock, write_atomic
 from harness.core import steady
+from harness.core.last_words import keep_secrets
 from harness.core.world import BadInput, NodeState
 from harness.node.processes import die_with_parent
 from storage.errors import StoreError
@@ -366,6 +367,7 @@ def _follow_progress(provider: Provider) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    keep_secrets(os.environ)
     args = sys.argv[1:] if argv is None else argv
     if len(args) != 1:
         print("usage: python -m harness.clouds.provider STATE_DIR", file=sys.stderr)

@@ -296,6 +296,11 @@ class Book:
         lost = {n for n in self.tally.lost if now_s - self.ended[n].gone_s < LOST_S}
         return {n for n in lost | self.tally.told if n in self.offers}
 
+    def ended_unseen(self, attempt: int) -> bool:
+        """Was it given up, and is held not to have been there at all?"""
+        end = self.ended.get(attempt)
+        return end is not None and end.end == "lost" and end.up_s is None
+
     def believed(self, attempt: int, now_s: float) -> Node:
         """What is known of a node that beats though it was given up, or was never intended. Since
         when it is billed, nobody says: rather too early than too late."""

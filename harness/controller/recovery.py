@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from harness.bucket.beats import Beats
+from harness.bucket.beats import Beat, Beats
 from harness.bucket.layout import DOUBT, STOP_KEY, StopOrder, order_key
 from harness.bucket.lease import Lease
 from harness.bucket.orders import ask_to_leave, ask_to_stop, stop_order
@@ -123,6 +123,7 @@ def recover(
         loop.note(Decided("skip", lost))
     answered_s = world.clock.now()
     while True:
+        began_s = world.clock.now()
         try:
             outcome = loop.round()
             answered_s = world.clock.now()
@@ -136,6 +137,7 @@ def recover(
             with contextlib.suppress(StoreError):
                 loop.stop_if_spent()
             world.clock.sleep(run.poll_s)
+            loop.unanswered_s += world.clock.now() - began_s
             continue
         if outcome:
             return outcome
@@ -172,6 +174,7 @@ class Loop:
     limits: LimitsWriter = field(init=False)
     newest: Manifest | None = None
     ending_s: float | None = None
+    unanswered_s: float = 0.0  # ... so long of it cloud or bucket were silent
     waiting: Wait | None = None  # what was written down last
 
     def __post_init__(self) -> None:
@@ -260,6 +263,7 @@ class Loop:
         lost = (lost | strangers) - self.there - book.open.keys()
         heard = self.listener.listen({*unshown, *lost}, now)
         self.unknown = strangers & self.listener.unsilent
+        spoke = {beat.attempt for beat in heard}
         alive = {beat.attempt for beat in heard if not beat.silent(self.run.lost_after_s)}
         moved = {beat.attempt for beat in heard if beat.moved}
         self.beating = alive & moved & {*unshown, *lost}
@@ -269,16 +273,7 @@ class Loop:
             if attempt in self.beating and node.up_s is None:
                 self.note(AttemptUp(attempt, node.asked_s))
             elif attempt not in alive and unseen_s >= self.run.lost_after_s:
-                known = (
-                    "never launched"
-                    if node.up_s is None
-                    else "the cloud knows nothing of it any more"
-                )
-                self.close(
-                    dataclasses.replace(node, reason=ENDED_UNSHOWN if attempt in moved else known),
-                    "lost",
-                    step,
-                )
+                self.close_unshown(attempt, node, heard, step)
         for attempt in sorted(lost):  # given up, and here after all: nobody counts on it
             if attempt in self.beating:
                 self.strays.append(self.late.setdefault(attempt, book.believed(attempt, now)))
@@ -288,8 +283,29 @@ class Loop:
                 # what the cloud has told of its end is its bill, once nothing speaks against it
                 if attempt not in book.ended or book.ended[attempt].end == "lost":
                     self.close(node, "lost", step)
+            elif attempt in spoke - alive and book.ended_unseen(attempt):
+                unseen = dataclasses.replace(book.believed(attempt, now), up_s=None)
+                self.close_unshown(attempt, unseen, heard, step)
         # what is shown alive again is a stray by the cloud's own word
         self.late = {n: node for n, node in self.late.items() if n not in self.there}
+
+    def close_unshown(self, attempt: int, node: Node, heard: Sequence[Beat], step: int) -> None:
+        """The cloud does not show it, and nothing of it beats. One whose member lies in the bucket
+        was there and was billed, for as long as its beats allow; a cloud that tells more of it
+        later corrects that."""
+        now, run = self.world.clock.now(), self.run
+        beats = [beat for beat in heard if beat.attempt == attempt]
+        if not beats:
+            known = "the cloud knows nothing of it any more"
+            reason = "never launched" if node.up_s is None else known
+            self.close(dataclasses.replace(node, reason=reason), "lost", step)
+            return
+        if node.up_s is None:
+            name, seen = node.offer.name, self.book.durations
+            around_s = seen.launch_s(name, run.launch_s) + seen.end_s(name, run.terminate_s)
+            until_s = node.asked_s + around_s + max(beat.lived_s for beat in beats)
+            node = dataclasses.replace(node, up_s=node.asked_s, gone_s=min(now, until_s))
+        self.close(dataclasses.replace(node, reason=ENDED_UNSHOWN), "lost", step)
 
     def close(self, node: Node, end: str, step: int) -> None:
         gone_s = self.world.clock.now() if node.gone_s is None else node.gone_s
@@ -458,11 +474,14 @@ class Loop:
     def end(self, outcome: str, reason: str, step: int) -> RunOutcome | None:
         """Let nodes leave by themselves, send away who stays, and be sure that nothing is left."""
         now = self.world.clock.now()
-        self.ending_s = now if self.ending_s is None else self.ending_s
+        if self.ending_s is None:
+            self.ending_s, self.unanswered_s = now, 0.0
         waited_s, left = now - self.ending_s, [*self.book.open.values(), *self.strays]
+        # what a cloud says after a silence may be old: that time proves nothing
+        limit_s = self.run.exit_grace_s + self.run.terminate_timeout_s + self.unanswered_s
         # cloud, facts and heartbeats must agree that nothing is left
         uncertain = left or self.book.given_up(now) & self.listener.unsilent
-        if uncertain and waited_s < self.run.exit_grace_s + self.run.terminate_timeout_s:
+        if uncertain and waited_s < limit_s:
             for node in left:
                 if node.up_s is None or waited_s >= self.run.exit_grace_s:
                     self.dismiss(node.attempt)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from harness.core.masking import learn
+from harness.core.last_words import keep_secrets
 from harness.node.processes import die_with_parent
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Keeper:
 
 def main(words: list[str]) -> int:
     die_with_parent()
-    learn(os.environ)
+    keep_secrets(os.environ)
     once = "--once" in words[1:]
     if not once:
         with contextlib.suppress(OSError):

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from harness.bucket.journal import Journal, read_facts
 from harness.bucket.layout import IDENTITY, SAMPLES
 from harness.core.facts import SnapshotReplicated, Warned
-from harness.core.masking import learn
+from harness.core.last_words import keep_secrets
 from harness.core.prices import cloud_of, transfer_usd
 from storage.errors import StoreError
 from storage.manifest import PARTS, Ref, SnapshotCorrupt
@@ -130,7 +130,7 @@ class Replica:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    learn(os.environ)
+    keep_secrets(os.environ)
     parser = argparse.ArgumentParser(
         prog="python -m harness.uploader.replica",
         description="Copy a run's snapshots to a second bucket.",

@@ -40,7 +40,7 @@ from typing import Any
 from harness.bucket.heads import signed
 from harness.bucket.journal import Journal
 from harness.core.facts import DrainVerdict
-from harness.core.masking import learn
+from harness.core.last_words import keep_secrets
 from harness.node.progress import read as read_sign
 from harness.uploader.client import NICE, fact_of, fence, sign_seen, socket_in
 from harness.uploader.nearby import Nearby, NearbyConfig
@@ -305,7 +305,7 @@ def main() -> None:
     from harness.node.processes import die_with_parent
 
     die_with_parent()
-    learn(os.environ)
+    keep_secrets(os.environ)
     for number in (signal.SIGINT, signal.SIGTERM):  # they are for the agent
         signal.signal(number, signal.SIG_IGN)
     order = json.loads(sys.argv[1])

@@ -52,7 +52,7 @@ from harness.bucket.journal import Follower
 from harness.bucket.layout import RELEASED, USUAL_TTL_S, Claim
 from harness.bucket.lease import sign_of_life
 from harness.core import facts as f
-from harness.core.masking import learn
+from harness.core.last_words import keep_secrets
 from harness.core.values import canonical, digest
 from harness.core.world import BadInput
 from harness.views.alert_own import all_rules
@@ -292,7 +292,7 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     )
     parser.add_argument("url", help="URL of the run")
     flags = parser.parse_args(argv)
-    learn(environ)
+    keep_secrets(environ)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s alerts: %(message)s", stream=sys.stderr
     )

@@ -19,7 +19,6 @@ import hashlib
 import ipaddress
 import json
 import math
-import socket
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, ClassVar
@@ -30,7 +29,13 @@ from harness.views.page import THEME_BUTTON, TIP, document
 from harness.views.page_html import asset
 from harness.views.plots import esc
 from harness.views.serve_runs import METRICS, RunsFolder
-from storage.bounded_http import BoundedHandler, BoundedHTTPServer, HTTPBounds
+from storage.bounded_http import (
+    BoundedHandler,
+    BoundedHTTPServer,
+    HTTPBounds,
+    is_our_name,
+    our_names,
+)
 from storage.text import plain
 
 LOOPBACK = "127.0.0.1"
@@ -75,27 +80,13 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def is_our_name(header: str, names: frozenset[str]) -> bool:
-    """Does a Host header name this machine: by an address, or by one of `names`? A name that
-    somebody else made point here does not."""
-    host = header.strip().lower()
-    host = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    if host.rstrip(".") in names:
-        return True
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 # ---- the server ----------------------------------------------------------------------------------
 class RunsServer(BoundedHTTPServer):
     """One thread for each connection, up to a bound."""
 
     def __init__(self, folder: RunsFolder, host: str = LOOPBACK, port: int = 0):
         self.folder = folder
-        self.names = frozenset({"localhost", host.lower(), socket.gethostname().lower()})
+        self.names = our_names(host)
         try:
             super().__init__(host, port, RunsHandler, BOUNDS)
         except OSError as e:

@@ -59,7 +59,7 @@ from tenacity import (
 
 from harness.bucket.layout import TRACKERS, Claim, Published, claim_key, published_key
 from harness.core import records as rec
-from harness.core.masking import learn
+from harness.core.last_words import keep_secrets
 from harness.core.values import BadObject, digest
 from harness.core.world import BadInput
 from harness.views.alert_own import all_rules
@@ -379,7 +379,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
     flags = _parser().parse_args(argv)
-    learn(environ)
+    keep_secrets(environ)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s trackers: %(message)s", stream=sys.stderr
     )
