@@ -467,8 +467,9 @@ def attach(
     """
     keep = Keep(keep_snapshots, keep_every_steps, keep_best, tuple(keep_ages_h))
     options = Options(
-        seed, run, machine.Interval(snapshot_every_s, snapshot_every_steps), keep, reduce, replica_ranks, mesh,
-        timeout_s, backend, deterministic, votes_late, peak_flops, config, on_change,
+        seed, run, machine.Interval(snapshot_every_s, snapshot_every_steps), keep,
+        reduce, replica_ranks, mesh, timeout_s, backend, deterministic, votes_late, peak_flops,
+        config, on_change,
     )  # fmt: skip
     _attached[:] = [Session(dict(os.environ), options)]
     return _attached[0]
