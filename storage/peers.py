@@ -20,10 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import hmac
 import http.client
-import re
 import secrets
 import socket
 import threading
@@ -34,6 +31,7 @@ from typing import TYPE_CHECKING
 
 from storage.bounded_http import BoundedHandler, BoundedHTTPServer, HTTPBounds
 from storage.chunks import PEER_CHUNK_ID, is_chunk
+from storage.handshake import NUMBER, Handshake, same
 from storage.sealing import TAG_NBYTES, Sealer, WrongSeal
 
 if TYPE_CHECKING:
@@ -45,7 +43,6 @@ AT_ONCE = 16  # chunks in memory on their way to or from callers
 WAIT_S = 1.0  # for one of those places
 MOST_CHUNK_NBYTES = 64 << 20  # that is taken; ours have 4 MiB
 HELLO_NBYTES = 256  # of an answer to /hello
-_NUMBER = re.compile(r"[0-9a-f]{32}")
 
 
 def _number() -> str:
@@ -53,13 +50,9 @@ def _number() -> str:
 
 
 @dataclass
-class _Handshake:
-    """What both sides of one connection have said: the caller's number, and the server's. `asked`:
-    requests so far."""
+class _Handshake(Handshake):
+    """`asked`: requests so far."""
 
-    secret: str
-    theirs: str
-    ours: str
     sealed: bool = False
     asked: int = 0
 
@@ -80,18 +73,14 @@ class _Handshake:
         """The chunk. Raises WrongSeal."""
         return self._sealer.open(who, self.asked, data) if self.sealed else data
 
-    def _sign(self, *words: object) -> str:
-        text = " ".join(map(str, (*words, self.theirs, self.ours))).encode()
-        return hmac.new(self.secret.encode(), text, hashlib.sha256).hexdigest()
-
     def server_proof(self) -> str:
         """That whoever says it knows the secret, and was asked just now."""
-        return self._sign("serve sealed" if self.sealed else "serve")
+        return self.proof("serve sealed" if self.sealed else "serve")
 
     def next_proof(self, method: str, path: str) -> str:
         """... and asks for this, once."""
         self.asked += 1
-        return self._sign("ask", self.asked, method, path)
+        return self.proof("ask", self.asked, method, path)
 
 
 # ---- peers ---------------------------------------------------------------------------------------
@@ -169,7 +158,7 @@ class ChunkServer:
                 return self.handshake
 
             def _greet(self, number: str) -> None:
-                if not _NUMBER.fullmatch(number) or self.handshake is not None:
+                if not NUMBER.fullmatch(number) or self.handshake is not None:
                     self.close_connection = True
                     self._answer(403)
                     return
@@ -181,9 +170,7 @@ class ChunkServer:
                 """The chunk asked for, "" if that is none; None: refused, and told so."""
                 wanted = self.handshake and self.handshake.next_proof(self.command, self.path)
                 found = self.headers.get("Authorization", "")
-                if not wanted or not hmac.compare_digest(
-                    found.encode("latin-1", "replace"), f"HMAC {wanted}".encode()
-                ):
+                if not wanted or not same(found, f"HMAC {wanted}"):
                     self.close_connection = True
                     self._answer(403)
                     return None
@@ -227,8 +214,7 @@ class _Wire:
             status, said = self._request("GET", f"/hello/{mine}", HELLO_NBYTES)
             number, _, proof = said.decode("latin-1").partition(" ")
             self._handshake = _Handshake(secret, mine, number, sealed)
-            wanted = self._handshake.server_proof()
-            if status != 200 or not hmac.compare_digest(proof.encode(), wanted.encode()):
+            if status != 200 or not same(proof, self._handshake.server_proof()):
                 raise ConnectionError(
                     f"{peer} is of another run, of an older version, or not told the same of "
                     "encryption"

@@ -20,11 +20,13 @@ from harness.agent.lines_protocol import (
     HangUp,
     LinesProtocol,
     Transmit,
-    proof,
+    Warn,
+    first_proof,
 )
 from harness.agent.membership import FULL_MESH, neighbours
 from harness.bucket.layout import Member
 from harness.proof.crowd import Crowd
+from storage.handshake import Handshake
 
 MANY = 40
 
@@ -201,6 +203,16 @@ def test_doubts_are_passed_on_once_and_end_with_a_newer_beat():
 
 
 # ---- who calls -----------------------------------------------------------------------------------
+def asked(p, name, key, conn=None):
+    """`name` calls, and is asked for its proof: its connection, and what both have said."""
+    conn, number = p.accepted(0.0, "h") if conn is None else conn, "f" * 32
+    p.received(conn, f"{name} 2 {number}\n".encode(), 0.0)
+    (said,) = [a.data for a in p.take() if isinstance(a, Transmit)]
+    version, ours = said.decode().split()
+    assert version == "2"
+    return conn, Handshake(key, number, ours)
+
+
 def test_nothing_is_said_to_who_does_not_know_the_key():
     p = LinesProtocol("b", 0.5, 0.0, key="secret")
     p.tell(record("b", 1))
@@ -211,16 +223,55 @@ def test_nothing_is_said_to_who_does_not_know_the_key():
         p.received(conn, words, 0.0)
         return p.take()
 
-    right = proof("secret", "call", "b", "a")
-    (said,) = [a for a in call(f"a {right}\n".encode()) if isinstance(a, Transmit)]
-    assert said.data.startswith(f"b {proof('secret', 'answer', 'b', 'a')}\n".encode())
-    for words in (f"c {right}\n", "a x\n", "\xff\n", "x" * 300, "GET / HTTP/1.1\r\n\r\n"):
+    conn, shaken = asked(p, "a", "secret")
+    p.received(conn, f"{shaken.proof('call', 'b', 'a')}\n".encode(), 0.0)
+    (said,) = [a for a in p.take() if isinstance(a, Transmit)]
+    assert said.data.startswith(f"b {shaken.proof('answer', 'b', 'a')}\n".encode())
+    other, again = asked(p, "a", "secret")  # what was overheard, on another connection
+    assert again.ours != shaken.ours
+    p.received(other, f"{shaken.proof('call', 'b', 'a')}\n".encode(), 0.0)
+    assert p.take() == [HangUp(other)]
+    number = "0" * 32
+    for words in ("a x\n", "\xff\n", "x" * 300, "GET / HTTP/1.1\r\n\r\n", f"a 3 {number}\n", f"a 2 {number}0\n"):
         assert not [a for a in call(words.encode("latin-1")) if isinstance(a, Transmit)], words
     # a member of an older version, once the bucket says that it is one
     assert not [a for a in call(b"old\n") if isinstance(a, Transmit)] and p.knocked()
     p.follow({}, 0.0, keyless=["old"])
     (said,) = p.take()
     assert said.data.startswith(b"b\n{") and b"key" not in json.loads(said.data[2:])
+
+
+def test_who_greets_as_the_first_version_is_refused_and_told():
+    p = LinesProtocol("b", 0.5, 0.0, key="secret")
+    overheard = first_proof("secret", "call", "b", "a")
+    for turn in range(2):
+        conn = p.accepted(0.0, "h")
+        p.received(conn, f"a {overheard}\n".encode(), 0.0)
+        acts = p.take()
+        assert HangUp(conn) in acts and not any(isinstance(a, Transmit) for a in acts)
+        (told,) = [a.words for a in acts if isinstance(a, Warn)] if turn == 0 else [""]
+        assert turn or "a greets as version 1 of the lines; wanted 2" in told
+    conn = p.accepted(0.0, "h")
+    p.received(conn, b"z " + b"0" * 32 + b"\n", 0.0)  # who does not know the key is not named
+    assert p.take() == [HangUp(conn)] and not p.knocked()
+
+
+def test_one_that_we_call_must_prove_it_with_our_number():
+    overheard: list[bytes] = []
+    for answers in ("now", "as it did before"):
+        p = LinesProtocol("b", 0.5, 0.0, key="our key" + answers)
+        p.follow({"d": Door("h", 1, "their key")}, 0.0)
+        conn = next(a.conn for a in p.take() if isinstance(a, Dial))
+        p.connected(conn, 0.0)
+        number = p.take()[0].data.split()[2].decode()
+        shaken = Handshake("their key", number, "1" * 32)
+        p.received(conn, b"2 " + b"1" * 32 + b"\n", 0.0)
+        (said,) = p.take()
+        assert said.data == f"{shaken.proof('call', 'd', 'b')}\n".encode()
+        if answers == "now":
+            overheard.append(f"d {shaken.proof('answer', 'd', 'b')}\n".encode())
+        p.received(conn, overheard[0] + record("d", 1) + b"\n", 0.0)
+        assert p.heard("d").up == (answers == "now")
 
 
 def test_keys_never_travel():
@@ -230,11 +281,14 @@ def test_keys_never_travel():
     p.follow({"d": Door("h", 1, "their key")}, 0.0, passing=True)
     p.tell(spoken.replace(b'"c"', b'"b"').replace(b"its key", b"our key"))
     p.share("c", spoken, 0.0)
-    conn = p.accepted(0.0, "h")
-    p.received(conn, f"a {proof('our key', 'call', 'b', 'a')}\n".encode(), 0.0)
     dial = next(a for a in p.take() if isinstance(a, Dial))
+    conn, shaken = asked(p, "a", "our key")
+    p.received(conn, f"{shaken.proof('call', 'b', 'a')}\n".encode(), 0.0)
     p.connected(dial.conn, 0.0)
-    p.received(dial.conn, f"d {proof('their key', 'answer', 'd', 'b')}\n".encode(), 0.0)
+    greeting = next(a.data for a in p.take() if isinstance(a, Transmit) and a.conn == dial.conn)
+    theirs = Handshake("their key", greeting.split()[2].decode(), "1" * 32)
+    p.received(dial.conn, b"2 " + b"1" * 32 + b"\n", 0.0)
+    p.received(dial.conn, f"d {theirs.proof('answer', 'd', 'b')}\n".encode(), 0.0)
     newer = {**json.loads(record("c", 9, "ready")), "key": "its key"}
     p.received(dial.conn, b"@c 9 " + json.dumps(newer).encode() + b"\n", 0.0)
     p.tell(spoken.replace(b'"c"', b'"b"').replace(b"its key", b"our key"))
@@ -247,7 +301,8 @@ def test_strangers_have_few_places_and_little_time():
     p = LinesProtocol("b", 0.5, 0.0, key="secret")
     conns = [p.accepted(0.0, f"h{i % 9}") for i in range(1000)]
     assert sum(isinstance(a, HangUp) for a in p.take()) == 1000 - STRANGERS
-    p.received(conns[-1], f"a {proof('secret', 'call', 'b', 'a')}\n".encode(), 1.0)
+    _, shaken = asked(p, "a", "secret", conns[-1])
+    p.received(conns[-1], f"{shaken.proof('call', 'b', 'a')}\n".encode(), 1.0)
     assert isinstance(p.take()[0], Transmit)
     p.tick(3.0)
     gone = [a for a in p.take() if isinstance(a, HangUp)]

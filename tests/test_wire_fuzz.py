@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from harness.agent.lines_protocol import (
     Door,
     LinesProtocol,
     Transmit,
-    proof,
+    first_proof,
 )
 from harness.clouds.aws_imds import AwsImds
 from harness.clouds.azure_events import AzureScheduledEvents
@@ -33,15 +34,18 @@ from storage.parts import chunk_hash
 from storage.peers import PeerTier
 
 KEY = "0123456789abcdef" * 2
-RIGHT = proof(KEY, "call", "b", "a").encode()
-ANSWER = proof(KEY, "answer", "c", "b").encode()
+FIRST = first_proof(KEY, "call", "b", "a").encode()  # as the first version of the greeting had it
+ANSWER = first_proof(KEY, "answer", "c", "b").encode()
+ONCE = b"0" * 32
+PROVES = b"<the right proof>"
 RECORD = json.dumps({"member": "c", "beat": 3, "state": "in", "key": KEY}).encode()
 SAID = st.one_of(
     st.binary(max_size=600),
     st.sampled_from(
         [
-            b"a\n", b"a " + RIGHT + b"\n", b"b " + RIGHT + b"\n", b"a " + RIGHT[:-1] + b"\n", b"\n", b" \n",
-            b"c " + ANSWER + b"\n", b"c\n", b"c " + RIGHT + b"\n", RECORD + b"\n", b"@c 9 " + RECORD + b"\n",
+            b"a\n", b"a " + FIRST + b"\n", b"a 2 " + ONCE + b"\n", b"a 2 " + ONCE[1:] + b"\n", b"\n", b" \n",
+            b"c 2 " + ONCE + b"\n", b"2 " + ONCE + b"\n", b"a 3 " + ONCE + b"\n", PROVES, PROVES, ONCE * 2 + b"\n",
+            b"c " + ANSWER + b"\n", b"c\n", b"c " + FIRST + b"\n", RECORD + b"\n", b"@c 9 " + RECORD + b"\n",
             b"@c x {}\n", b"?c 3 3\n", b"?b 9 3\n", b"@" * 300, b"x" * 70_000, b"[" * 5000 + b"\n",
             b"@c 9 " + b"[" * 60_000 + b"\n", b"?c " + b"9" * 5000 + b" 1\n", "\u2028\u0000é\n".encode(), b"\xff\xfe\n",
         ]
@@ -59,17 +63,23 @@ def lines(pieces: list[tuple[int, bytes]]) -> None:
     (dial,) = [a for a in p.take() if isinstance(a, Dial)]
     p.connected(dial.conn, 0.0)
     conns = [dial.conn, *(p.accepted(0.0, "h") for _ in range(3))]
-    heard = dict.fromkeys(conns, b"")
+    proven, asked = {dial.conn}, dict[int, bytes]()  # what a caller must say
     for who, data in pieces:
         conn = conns[who % len(conns)]
-        heard[conn] += data
+        if data == PROVES:
+            data = asked.get(conn, b"?") + b"\n"
+            caller = p._callers.get(conn)
+            if conn in asked and caller and not caller.said:
+                proven.add(conn)
         p.received(conn, data, 0.1)
         for act in p.take():
             if isinstance(act, Transmit):
                 assert KEY.encode() not in act.data
-                proven = heard.get(act.conn, b"").partition(b"\n")[0].partition(b" ")
-                knows = proven[2] == proof(KEY, "call", "b", proven[0].decode(errors="replace")).encode()
-                assert act.conn == dial.conn or knows, "it was said to a stranger"
+                if act.conn not in proven:  # a stranger is told a number, once
+                    assert re.fullmatch(rb"2 [0-9a-f]{32}\n", act.data) and act.conn not in asked
+                    shaken = p._callers[act.conn].handshake
+                    assert shaken is not None
+                    asked[act.conn] = shaken.proof("call", "b", p._callers[act.conn].name).encode()
     for caller in p._callers.values():
         assert len(caller.said) <= max(SAID_NBYTES, INTRODUCTION_NBYTES)
     assert all(len(line.buffer) <= LONGEST_NBYTES for line in p._lines.values())

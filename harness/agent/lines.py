@@ -18,6 +18,7 @@ import errno
 import secrets
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -34,6 +35,7 @@ from harness.agent.lines_protocol import (
     LineAct,
     LinesProtocol,
     Transmit,
+    Warn,
 )
 from storage.bounded_http import DEAF_S, OUT_OF_DESCRIPTORS, is_in_reserve
 
@@ -173,6 +175,8 @@ class Lines:
                 self._drop(conn)
             case Heed():
                 self.changed.set()
+            case Warn(words):
+                print(f"harness: {words}", file=sys.stderr, flush=True)
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -4,25 +4,32 @@
 received, closed, a moment has passed) and when, and says what is to be done (connect, send, hang
 up). It has no socket, thread or clock: `lines.py` gives it real ones, a simulation its own.
 
-Wire: text lines. A caller says its name and a proof that it knows the key in the member object of
-whom it calls, so that it can read the run's bucket. The answer is the callee's name and a proof
-that it knows the key too; then its records (one JSON line each), empty lines (pulses), and what it
-passes on of others (gossip.py). Keys themselves never travel. Members of older versions have none:
-for them, both proofs are missing, and nothing is passed on. To whoever has not introduced itself
-nothing is said; it has little time, there are few places for such callers, and the oldest loses its
-place first.
+Wire: text lines. A caller says its name, the version of this greeting, and a number that is used
+once; the callee says such a number too, and nothing else. The caller then proves by both numbers
+that it knows the key in the member object of whom it calls, so that it can read the run's bucket.
+The answer is the callee's name and a proof that it knows the key too; then its records (one JSON
+line each), empty lines (pulses), and what it passes on of others (gossip.py).
+
+    a 2 <number>      ->
+                      <-  2 <number>
+    <proof "call">    ->
+                      <-  b <proof "answer">, then records
+
+Keys never travel, and what is overheard proves nothing on another connection. The greeting's first
+version had no numbers: who speaks it is refused, told of, and seen through the bucket all the same.
+Members that are older still have no key: for them proofs are missing, and nothing is passed on. Who
+has not introduced itself has little time and few places; the oldest loses its place first.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from harness.agent.gossip import Gossip, Grade, Overheard, Relays, subject, without_key
+from storage.handshake import NUMBER, Handshake, same, sign
 
 LONGEST_NBYTES = 64 * 1024  # of a line on the wire; more is not ours
 FOLLOWERS = 1024  # that have introduced themselves; more are sent away
@@ -34,6 +41,7 @@ SAID_NBYTES = 4096  # that followers may say besides; they have nothing to say
 CALLERS = 256  # names of callers that are remembered until somebody asks
 CONNECT_S = 1.0  # for a connection and the first word on it
 SILENT_PULSES = 3.0  # so many pulses missed: the line is made anew
+GREETING = "2"  # version of the greeting
 WAKE_S = 0.05  # the shortest time between two attempts to make a line
 
 Address = tuple[str, int]
@@ -90,7 +98,14 @@ class Heed:
     """Something was heard that may matter to who waits."""
 
 
-LineAct = Dial | Transmit | HangUp | Heed
+@dataclass(frozen=True)
+class Warn:
+    """Somebody must know; each of them is said once."""
+
+    words: str
+
+
+LineAct = Dial | Transmit | HangUp | Heed | Warn
 
 
 @dataclass
@@ -102,6 +117,8 @@ class _Line:
     heard: Heard = SILENCE
     conn: int | None = None
     buffer: bytes = b""
+    number: str = ""  # that we said; "": none is asked for, or the callee's has been heard
+    answer: str = ""  # its first words when it knows the key
     greeted: bool = False
     last_s: float = 0.0  # when we heard something, or began to connect
     retry_s: float = 0.0
@@ -115,6 +132,7 @@ class _Caller:
     since_s: float
     said: bytes = b""
     name: str = ""  # as it said
+    handshake: Handshake | None = None  # it is asked for its proof
     introduced: bool = False
     proven: bool = False  # it speaks this version, and can read the bucket
 
@@ -134,12 +152,12 @@ class _Knocks:
 
     stranger: bool = False
     names: set[str] = field(default_factory=set)  # of callers that proved to be of the run
+    older: set[str] = field(default_factory=set)  # whose greeting was the first version's
 
 
-def proof(key: str, word: str, callee: str, caller: str) -> str:
-    """That whoever says it knows the callee's key."""
-    text = f"{word} {callee} {caller}".encode()
-    return hmac.new(key.encode(), text, hashlib.sha256).hexdigest()[:32]
+def first_proof(key: str, word: str, callee: str, caller: str) -> str:
+    """As the greeting's first version had it: recognised, and not believed."""
+    return sign(key, word, callee, caller)[:32]
 
 
 @dataclass
@@ -286,9 +304,10 @@ class LinesProtocol:
     def connected(self, conn: int, now: float) -> None:
         """A connection that we asked for is there."""
         if line := self._by_conn.get(conn):
-            words = [self.name]
+            words, line.answer = [self.name], line.name
             if line.door.key:
-                words.append(proof(line.door.key, "call", line.name, self.name))
+                line.number = self._once(conn)
+                words += [GREETING, line.number]
             self._acts.append(Transmit(conn, " ".join(words).encode() + b"\n"))
 
     def closed(self, conn: int, now: float, refused: bool = False) -> None:
@@ -309,34 +328,70 @@ class LinesProtocol:
     # ---- others to us ----------------------------------------------------------------------------
     def _hear_caller(self, conn: int, caller: _Caller, data: bytes) -> None:
         caller.said += data
-        if caller.introduced or caller.name:
+        if caller.introduced or (caller.name and caller.handshake is None):
             if len(caller.said) > SAID_NBYTES:
                 self._send_away(conn)
             return
-        word, newline, caller.said = caller.said.partition(b"\n")
+        word, newline, more = caller.said.partition(b"\n")
         if not newline and len(word) <= INTRODUCTION_NBYTES:
-            caller.said = word
             return
-        name, _, proven = word.decode(errors="replace").partition(" ")
+        caller.said = more
+        said = word.decode(errors="replace") if newline else ""
+        if caller.handshake is not None:
+            self._hear_proof(conn, caller, said)
+        else:
+            self._hear_name(conn, caller, said)
+
+    def _hear_name(self, conn: int, caller: _Caller, said: str) -> None:
+        name, _, rest = said.partition(" ")
+        version, _, number = rest.partition(" ")
         caller.name = name or "?"
-        if self.key and hmac.compare_digest(
-            proven.encode(), proof(self.key, "call", self.name, name).encode()
-        ):
-            caller.proven = True
-            if len(self._knocks.names) < CALLERS:
-                self._knocks.names.add(name)
-            for other, old in list(self._callers.items()):
-                if old is not caller and old.proven and old.name == name:  # its line before this
-                    self._send_away(other)
+        if self.key and version == GREETING and NUMBER.fullmatch(number):
+            mine = self._once(conn)
+            caller.handshake = Handshake(self.key, number, mine)
+            self._acts.append(Transmit(conn, f"{GREETING} {mine}\n".encode()))
+            return
+        if self._may_be_plain(name):
             self._greet(conn, caller)
-        elif self._may_be_plain(name):
-            self._greet(conn, caller)
-        elif proven or not newline:  # it knows another key, or speaks of something else
+        elif rest or not said:  # an older greeting, another version, or something else
+            if self.key and same(rest, first_proof(self.key, "call", self.name, name)):
+                self._refuse_older(name)
             self._send_away(conn)
             return
+        self._knock(name)
+
+    def _hear_proof(self, conn: int, caller: _Caller, said: str) -> None:
+        name, shaken = caller.name, caller.handshake
+        if shaken is None or not same(said, shaken.proof("call", self.name, name)):
+            self._send_away(conn)
+            return
+        caller.proven = True
+        if len(self._knocks.names) < CALLERS:
+            self._knocks.names.add(name)
+        for other, old in list(self._callers.items()):
+            if old is not caller and old.proven and old.name == name:  # its line before this
+                self._send_away(other)
+        self._greet(conn, caller)
+        self._knock(name)
+
+    def _knock(self, name: str) -> None:
         if name not in self._lines:
             self._knocks.stranger = True
             self._acts.append(Heed())
+
+    def _refuse_older(self, name: str) -> None:
+        """It can read the bucket, and what it says could be a repetition."""
+        older = self._knocks.older
+        if name not in older and len(older) < CALLERS:
+            older.add(name)
+            why = f"{name} greets as version 1 of the lines; wanted {GREETING}, whose greetings "
+            what = "nobody can repeat. Until this package is updated there, only the bucket tells "
+            self._acts.append(Warn(f"{why}{what}of it, which is slower"))
+
+    def _once(self, conn: int) -> str:
+        """A number that we never said before, and that nobody without our key could guess: our
+        key is of this process, and its connections are counted."""
+        return sign(self.key, "number", self.name, conn)[:32]
 
     def _may_be_plain(self, name: str) -> bool:
         line = self._lines.get(name)
@@ -348,8 +403,8 @@ class LinesProtocol:
             return
         caller.introduced, caller.said = True, b""
         words = [self.name]
-        if caller.proven:
-            words.append(proof(self.key, "answer", self.name, caller.name))
+        if caller.proven and caller.handshake is not None:
+            words.append(caller.handshake.proof("answer", self.name, caller.name))
         record = self.record + b"\n" if self.record else b""
         more = self._gossip.all() if caller.proven and self._wish.passing else b""
         self._acts.append(Transmit(conn, " ".join(words).encode() + b"\n" + record + more))
@@ -385,6 +440,7 @@ class LinesProtocol:
 
     def _dial(self, line: _Line, now: float) -> None:
         line.conn, line.buffer, line.greeted, line.last_s = self._number(), b"", False, now
+        line.number = ""
         self._by_conn[line.conn] = line
         self._acts.append(Dial(line.conn, (line.door.host, line.door.port)))
 
@@ -424,11 +480,19 @@ class LinesProtocol:
         if len(line.buffer) > LONGEST_NBYTES:
             self._hang_up(line, now)
             return
+        if whole and line.number:
+            version, _, number = whole.pop(0).decode(errors="replace").partition(" ")
+            if version != GREETING or not NUMBER.fullmatch(number):  # the port is another's now
+                self._hang_up(line, now, refused=True)
+                return
+            shaken = Handshake(line.door.key, line.number, number)
+            line.answer = f"{line.name} {shaken.proof('answer', line.name, self.name)}"
+            line.number = ""
+            if line.conn is not None:
+                proof = shaken.proof("call", line.name, self.name)
+                self._acts.append(Transmit(line.conn, proof.encode() + b"\n"))
         if whole and not line.greeted:
-            words = [line.name]
-            if line.door.key:
-                words.append(proof(line.door.key, "answer", line.name, self.name))
-            if whole.pop(0) != " ".join(words).encode():  # the port is another's now
+            if not same(whole.pop(0).decode(errors="replace"), line.answer):
                 self._hang_up(line, now, refused=True)
                 return
             line.greeted = True

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from harness.cli.common import DONE, RealClock, replica_ranks
+from harness.cli.common import DONE, RealClock, model_mesh, replica_ranks
 from harness.core.world import BadInput, Wait
 from storage.errors import NotFound
 from storage.objects import ObjectStore
@@ -66,6 +66,7 @@ def show_plan(
             measured=timed,
             budget_usd=run.budget_usd,
             replica_ranks=replica_ranks(task.envs),
+            mesh=model_mesh(task.envs),
         )
     finally:
         cloud.close()

@@ -18,6 +18,7 @@ from rich.text import Text
 from harness.controller.combinators import without_nodes
 from harness.controller.policies import usd_per_work
 from harness.core import batch
+from harness.core.mesh import ModelMesh
 from harness.core.world import BadInput, Launch, Offer, Policy, Stop, View, Wait
 from harness.views.words import clock
 from storage.text import plain
@@ -44,6 +45,7 @@ class LaunchPlan:
     measured: Measured | None
     budget_usd: float | None
     replica_ranks: int = 1  # workers that do one micro-batch together
+    mesh: ModelMesh | None = None  # how workers share one copy of the model
 
     def usd_per_step(self, offer: Offer) -> float | None:
         """Of a step on any number of nodes of this offer (twice the nodes, half the time);
@@ -59,7 +61,8 @@ class LaunchPlan:
         if self.choice is None or self.micro_batches is None:
             return None
         ranks = nodes * self.choice.workers
-        whole = ranks - ranks % self.replica_ranks
+        together = self.replica_ranks if self.mesh is None else self.mesh.copy_ranks
+        whole = ranks - ranks % together
         try:
             return batch.plan(self.micro_batches, whole, replica_ranks=self.replica_ranks).shares
         except BadInput:
@@ -81,6 +84,7 @@ class LaunchPlan:
             "choice": self.choice.name if self.choice else None,
             "why": self.why,
             "replica_ranks": self.replica_ranks,
+            "mesh": str(self.mesh or ""),
             "accumulation": {n: self.shares(n) for n in sorted(set(self.nodes))},
         }
 
@@ -95,6 +99,7 @@ def make(
     measured: Measured | None = None,
     budget_usd: float | None = None,
     replica_ranks: int = 1,
+    mesh: ModelMesh | None = None,
     view: View | None = None,
 ) -> LaunchPlan:
     """Ask the policy again and again, as if every offer that it takes were full: that is its
@@ -127,6 +132,7 @@ def make(
         measured,
         budget_usd,
         replica_ranks,
+        mesh,
     )
 
 
