@@ -201,7 +201,13 @@ def launch(flags: LaunchFlags) -> int:
         policy = policies.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
     if flags.dry_run:
         return show_plan(
-            flags, task, policy, url, nodes, lambda: _cloud(flags, task, url, nodes), console
+            flags,
+            task,
+            policy,
+            url,
+            _run_spec(flags, nodes),
+            lambda: _cloud(flags, task, url, nodes),
+            console,
         )
     # what is wrong with the input is told before anything is written anywhere
     local = _cloud(flags, task, url, nodes) if flags.cloud == "local" else None

@@ -41,7 +41,7 @@ def until_next(view: View) -> float:
 def usd_per_work(offer: Offer) -> float:
     """USD for what one worker of speed 1 does in an hour: what a step costs, up to a factor
     that all offers share."""
-    return offer.usd_per_h / (offer.speed * max(1, offer.gpus))
+    return offer.usd_per_h / (offer.speed * offer.workers)
 
 
 def every(interval_s: float) -> str:
