@@ -11,7 +11,7 @@ import fnmatch
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from harness.controller.choosing import LOOK_AGAIN_S, open_offers
@@ -145,8 +145,9 @@ def replacing(policy: Policy, *, settle_s: float = 60.0, grace_s: float = 300.0)
     leave."""
 
     def decide(view: View) -> Decision:
-        sure = [node for node in view.alive if node.attempt not in view.doubted]
+        sure: Sequence[Node] = view.alive
         if view.doubted:
+            sure = [node for node in view.alive if node.attempt not in view.doubted]
             settled = sum(node.been_up_s(view.now_s) >= settle_s for node in sure)
             if settled >= view.max_nodes:
                 return Terminate(view.doubted[0], "its replacement is there", grace_s)
@@ -163,7 +164,9 @@ def replacing(policy: Policy, *, settle_s: float = 60.0, grace_s: float = 300.0)
             return Terminate(
                 newest.attempt, "it is not needed any more", 0.0 if newest.up_s is None else grace_s
             )
-        return policy(dataclasses.replace(view, max_nodes=view.max_nodes + len(view.doubted)))
+        if view.doubted:
+            view = dataclasses.replace(view, max_nodes=view.max_nodes + len(view.doubted))
+        return policy(view)
 
     return decide
 

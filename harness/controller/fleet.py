@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.controller.choosing import (
     LOOK_AGAIN_S,
     at_work,
+    began_s,
     every,
     grid,
+    not_at_work,
     open_offers,
     until_next,
     usd_per_work,
@@ -76,7 +79,8 @@ class FleetCase:
     @classmethod
     def of(cls, view: View, left: float) -> FleetCase:
         most = max(1, view.max_nodes - len(view.doubted))
-        nodes = [n for n in view.alive if n.attempt not in view.doubted]
+        doubted = view.doubted
+        nodes = [n for n in view.alive if n.attempt not in doubted] if doubted else view.alive
         offers = _here(view, nodes)
         one = min([o for o in offers if not o.spot] or offers, key=usd_per_work)
         ranks = most * one.workers
@@ -95,13 +99,10 @@ class FleetCase:
         )
 
     def decide(self) -> Decision:
-        dear = open_offers(self.view, self.dear)
-        spot = [o for o in open_offers(self.view, self.spot) if not dear or self._pays(o, dear[0])]
-        replaced = {
-            old
-            for new, old in self.view.standing_in.items()
-            if any(node.attempt == new for node in self.rented)
-        }
+        room = open_offers(self.view, (*self.dear, *self.spot))
+        dear = [o for o in room if not o.spot]
+        spot = [o for o in room if o.spot and (not dear or self._pays(o, dear[0]))]
+        replaced = self._replaced()
         rented, most = len(self.rented), self.most
         missing = most - (rented + len(self.bought) - len(replaced))
         if done := self._settled():
@@ -159,12 +160,20 @@ class FleetCase:
 
     def _safe(self, nodes: int) -> bool:
         """... when so many are on spot or missing, and some have yet to begin."""
+        missing = nodes + self._begun
+        return self.hours.safe(missing / self.most, min(nodes, len(self.rented) + 1))
+
+    @functools.cached_property
+    def _begun(self) -> int:
+        """How many have yet to begin, besides those that stand in for others."""
+        begun = not_at_work(self.view, self.rented + self.bought)
+        return sum(node.attempt not in self.view.standing_in for node in begun)
+
+    def _replaced(self) -> set[int]:
+        """Nodes in whose stead a spot node is there."""
         stand_ins = self.view.standing_in
-        begun = sum(
-            not at_work(self.view, n) and n.attempt not in stand_ins
-            for n in self.rented + self.bought
-        )
-        return self.hours.safe((nodes + begun) / self.most, min(nodes, len(self.rented) + 1))
+        rented = {node.attempt for node in self.rented} if stand_ins else set[int]()
+        return {old for new, old in stand_ins.items() if new in rented}
 
     # ---- parts of it -----------------------------------------------------------------------------
     def _ask(self, offer: Offer, why: str, beside: Node | None = None) -> Decision:
@@ -177,6 +186,8 @@ class FleetCase:
 
     def _settled(self) -> Decision | None:
         """Nodes on demand go when the spot nodes that stand in for them are at work."""
+        if not self.view.standing_in:
+            return None
         there = {node.attempt for node in self.bought}
         done = [
             self.view.standing_in[node.attempt]
@@ -229,7 +240,8 @@ class FleetCase:
     @functools.cached_property
     def _node_h(self) -> tuple[float, int]:
         """Hours that spot nodes were up here, added up, and how many were taken."""
-        node_s = sum(max(0.0, n.been_up_s(self.view.now_s)) for n in self.rented)
+        now_s, begins_s = self.view.now_s, began_s(self.rented)
+        node_s = sum([now_s - at_s for at_s in begins_s if at_s is not None and at_s < now_s])
         losses = 0
         for offer in self.spot:
             if seen := self.view.known.capacity.get(offer.name):
@@ -283,8 +295,8 @@ def _here(view: View, nodes: Sequence[Node]) -> list[Offer]:
     """The offers of the place where most of the fleet is; of all places while there is none."""
     if not nodes:
         return list(view.offers)
-    places = [n.offer.place for n in nodes]
-    home = max(places, key=places.count)
+    places = Counter([n.offer.place for n in nodes])
+    home = max(places, key=places.__getitem__)
     return [o for o in view.offers if o.place == home] or list(view.offers)
 
 

@@ -423,14 +423,13 @@ def attach(
     config: Any = None,
     on_change: str | None = None,
 ) -> Session:
-    """Join the run that the environment names. `seed` decides data order and all randomness of the
-    training.
+    """Join the run that the environment names.
 
-    `run`: the run's URL, by default what the agent says. Snapshot interval: every
-    `snapshot_every_steps` steps, or every `snapshot_every_s` seconds, or (neither) derived from
-    what a snapshot costs and from how often work is lost here (docs/SNAPSHOTS.md). `keep_*`: see
-    `storage.Keep`; the metric is one that the script logs, "loss:min", or that a side job measures
-    later, "eval/loss:min".
+    `seed` decides data order and all randomness. `run`: its URL; None: what the agent says.
+    Snapshot interval: every `snapshot_every_steps` steps, or every `snapshot_every_s` seconds, or
+    (neither) derived from what a snapshot costs and from how often work is lost here
+    (docs/SNAPSHOTS.md). `keep_*`: see `storage.Keep`; the metric is one that the script logs,
+    "loss:min", or that a side job measures later, "eval/loss:min".
 
     `reduce`: "fast", or "exact" or "exact32" (sums that do not depend on the world; 64 or 32 bits
     on the wire). With these a step's micro-batches come a second time when a gradient is far
@@ -466,10 +465,10 @@ def attach(
     PURPOSE, and what the bucket's client reads (docs/STORES.md). Raises BadInput, StoreError.
     """
     keep = Keep(keep_snapshots, keep_every_steps, keep_best, tuple(keep_ages_h))
+    interval = machine.Interval(snapshot_every_s, snapshot_every_steps)
     options = Options(
-        seed, run, machine.Interval(snapshot_every_s, snapshot_every_steps), keep,
-        reduce, replica_ranks, mesh, timeout_s, backend, deterministic, votes_late, peak_flops,
-        config, on_change,
+        seed, run, interval, keep, reduce, replica_ranks, mesh,
+        timeout_s, backend, deterministic, votes_late, peak_flops, config, on_change,
     )  # fmt: skip
     _attached[:] = [Session(dict(os.environ), options)]
     return _attached[0]
