@@ -6,10 +6,10 @@ the optimum's, with the error of that ratio over markets, the mean hours until t
 and deadlines missed. No network, no account.
 
 With `--swing`, prices of spot wander with that standard deviation of their logarithm, change every
-four hours, and are known for the 20 days before; `deadline` is beside itself where it takes prices
-as they are, whose bill is the 1 then, on fleets of four nodes.
+four hours, and are known for `--known` hours before; `deadline` is beside itself where it takes
+prices as they are, whose bill is the 1 then, on fleets of four nodes.
 
-    python benchmarks/fleets.py [--quick] [--seed N] [--work H] [--swing 0.3]
+    python benchmarks/fleets.py [--quick] [--seed N] [--work H] [--swing 0.3] [--known 480]
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TIMES = (1.08, 1.25, 1.5, 2.0)
 ROOMS = {"a third of the fleet": (2.0, 4.0), "two thirds of the fleet": (4.0, 2.0)}
 SPOT_USD_PER_H, ON_DEMAND_USD_PER_H = 0.9731, 3.06
 # with prices that wander
-FEW, KNOWN_H, PRICED_TICK_S, SAME = 4, 480.0, 1800.0, 8  # ticks from one price to the next
+FEW, PRICED_TICK_S, SAME = 4, 1800.0, 8  # ticks from one price to the next
 PRICED_TIMES, PRICED_ZONES = (1.5, 2.0, 3.0), (1, 4)
 PRICED_ROOMS = {"two thirds of the fleet": (4.0, 2.0), "nearly all of it": (30.0, 1.0)}
 
@@ -56,10 +56,15 @@ def markets(
 
 
 def priced(
-    room: tuple[float, float], zones: int, hours: float, swing: float, seed: tuple[int, ...]
+    room: tuple[float, float],
+    zones: int,
+    hours: float,
+    swing: float,
+    known_h: float,
+    seed: tuple[int, ...],
 ) -> tuple[list[ZoneTrace], dict[str, PricePath]]:
     """A market of so many zones whose prices wander, and what is known of them before."""
-    rng, first = np.random.default_rng(seed), int(KNOWN_H * 3600 / PRICED_TICK_S)
+    rng, first = np.random.default_rng(seed), int(known_h * 3600 / PRICED_TICK_S)
     prices = {"price_swing": swing, "most_usd_per_h": ON_DEMAND_USD_PER_H}
     asked = [
         MadeUpZone(f"{at}", *room, nodes=FEW, blocks=2, usd_per_h=SPOT_USD_PER_H, **prices)
@@ -67,7 +72,7 @@ def priced(
     ]
     weather = ROUGH if seed[-1] % 2 else CALM
     found, before = [], {}
-    for zone in make_up(asked, KNOWN_H + hours, rng, tick_s=PRICED_TICK_S, weather=weather):
+    for zone in make_up(asked, known_h + hours, rng, tick_s=PRICED_TICK_S, weather=weather):
         assert zone.usd_per_h is not None
         usd = zone.usd_per_h[np.arange(len(zone.nodes)) // SAME * SAME]
         found.append(dataclasses.replace(zone, nodes=zone.nodes[first:], usd_per_h=usd[first:]))
@@ -77,7 +82,7 @@ def priced(
     return found, before
 
 
-def wandering(swing: float, work_h: float, count: int, seed: int) -> None:
+def wandering(swing: float, known_h: float, work_h: float, count: int, seed: int) -> None:
     """What it is worth to a fleet that prices wander."""
     for zones in PRICED_ZONES:
         for words, room in PRICED_ROOMS.items():
@@ -88,9 +93,9 @@ def wandering(swing: float, work_h: float, count: int, seed: int) -> None:
                 usd, hours, missed = [], [], 0
                 for at in range(count):
                     seeds = (seed, zones, round(room[0]), at)
-                    market, before = priced(room, zones, job.deadline_h + 1, swing, seeds)
+                    market, before = priced(room, zones, job.deadline_h + 1, swing, known_h, seeds)
                     both = [
-                        play(market, 0, job, policy, prices=before)
+                        play(market, 0, job, policy, prices=before if known_h else None)
                         for policy in (deadline, prices_stand_still)
                     ]
                     usd.append([ended.usd for ended in both])
@@ -115,9 +120,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--work", type=float, default=24.0, help="hours on all nodes")
     parser.add_argument("--swing", type=float, default=0.0, help="of prices of spot")
+    parser.add_argument("--known", type=float, default=480.0, help="hours of prices before")
     asked = parser.parse_args()
     if asked.swing:
-        wandering(asked.swing, asked.work, 6 if asked.quick else 24, asked.seed)
+        wandering(asked.swing, asked.known, asked.work, 6 if asked.quick else 24, asked.seed)
         return
     jobs = [
         ReplayJob(
