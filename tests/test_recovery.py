@@ -15,6 +15,7 @@ from harness.bucket.journal import Journal, read_facts
 from harness.bucket.layout import DOUBT, LEAVE
 from harness.bucket.lease import Lease
 from harness.controller.book import Book, bill, how_it_ended
+from harness.controller.clocks import counted
 from harness.controller.policies import cheapest
 from harness.controller.recovery import STOP_KEY, RunOutcome, RunSpec, forget_stop, recover
 from harness.core.facts import (
@@ -512,6 +513,60 @@ def test_time_without_a_controller_is_not_held_against_the_run(stage: Stage) -> 
     intend(stage, LeaseTaken(1, "x"), AttemptIntended(1, dataclasses.asdict(SPOT)))
     stage.clock.sleep(3 * 24 * 3600 - 1)
     assert stage.lead().outcome == "done"
+
+
+class Skewed:
+    """A controller's clock that is wrong by so much."""
+
+    def __init__(self, clock: VirtualClock, by_s: float):
+        self._clock, self._by_s = clock, by_s
+
+    def now(self) -> float:
+        return self._clock.now() + self._by_s
+
+    def sleep(self, seconds: float) -> None:
+        self._clock.sleep(seconds)
+
+
+@pytest.mark.parametrize(
+    ("skew_h", "left_h"),
+    # 3 of 10 hours were over by the clock of the controller before. One that is far ahead counts
+    # an hour at most beyond what nodes prove; one that is behind gives none of it away
+    [(0.0, 7.0), (0.5, 6.5), (30.0, 6.0), (-2.0, 7.0), (-30.0, 7.0)],
+)
+def test_a_wrong_clock_of_a_successor_neither_takes_hours_nor_gives_them(
+    stage: Stage, skew_h: float, left_h: float
+) -> None:
+    h = 3600.0
+    stage.clock.sleep(100 * h)
+    intend(stage, LeaseTaken(1, "x"))
+    stage.clock.sleep(3 * h)
+    second = Journal(stage.store, "controller-2", stage.clock.now)
+    second.record(AttemptIntended(1, dataclasses.asdict(SPOT)))
+    second.flush()
+    began_s = stage.clock.now()
+    stage.cloud.script = None
+    world = World(Skewed(stage.clock, skew_h * h), stage.cloud, stage.store, random.Random(1))
+    journal = Journal(stage.store, "controller-3", world.clock.now)
+    spec = RunSpec(max_hours=10.0, poll_s=60.0, max_hours_without_progress=1000.0)
+    outcome = recover(spec, cheapest, world, journal, Lease(stage.store, world.clock, "third"))
+    assert outcome.outcome == "stopped" and "10 h" in outcome.reason
+    assert (stage.clock.now() - began_s) / h == pytest.approx(left_h, abs=0.1)
+    told = [f.reason for f in stage.facts(Decided) if "clock of this controller" in f.reason]
+    assert bool(told) == (abs(skew_h) >= 1), "the difference is named"
+
+
+def test_hours_that_nodes_prove_count_whatever_a_successors_clock_says(stage: Stage) -> None:
+    h = 3600.0
+    for skew_h, want_h in ((0.0, 5.0), (20.0, 6.0), (-4.0, 5.0), (-20.0, 5.0)):
+        store = MemoryStore("memory://run", {})
+        for writer, t in (("m0001-aa", 5 * h), ("m0002-aa", 5 * h + 5), ("m0003-aa", 900 * h)):
+            journal = Journal(store, writer, lambda t=t: t)  # type: ignore[misc]
+            journal.record(Decided("wait"))
+            journal.flush()
+        counted_s, words = counted(store, 0.0, (5.0 + skew_h) * h)
+        assert counted_s == pytest.approx(want_h * h, abs=10)
+        assert bool(words) == bool(skew_h)
 
 
 def test_an_unreadable_stop_request_stops(stage: Stage) -> None:

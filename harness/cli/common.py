@@ -49,8 +49,8 @@ PROMETHEUS = (
 def prometheus_address(text: str) -> None:
     """Raises ValueError that says what is wanted."""
     port = text.rpartition(":")[2]
-    if text and not (port.isdecimal() and int(port) <= 65535):
-        raise ValueError(f"wanted [HOST:]PORT, such as 9100; found {text!r}")
+    if text and not (port.isdecimal() and len(port) <= 5 and int(port) <= 65535):
+        raise ValueError(f"wanted [HOST:]PORT, such as 9100; found {text!r:.80}")
 
 
 def names_of(text: str) -> list[str]:
@@ -64,7 +64,7 @@ def node_range(text: str) -> tuple[int, int]:
     are_numbers = len(text) <= 20 and low.isdecimal() and (high or low).isdecimal()
     if not are_numbers or not 1 <= int(low) <= int(high or low):
         raise ValueError(
-            f"wanted LOW:HIGH or N with 1 <= LOW <= HIGH, for example 1:4; found {text!r}"
+            f"wanted LOW:HIGH or N with 1 <= LOW <= HIGH, for example 1:4; found {text!r:.80}"
         )
     if int(high or low) > MOST_NODES:
         raise ValueError(f"wanted at most {MOST_NODES} nodes, found {text!r}")
@@ -92,8 +92,8 @@ def replica_ranks(env: Mapping[str, str]) -> int:
     if (mesh := model_mesh(env)) is not None and not env.get("HARNESS_REPLICA_RANKS"):
         return mesh.replica_ranks
     text = env.get("HARNESS_REPLICA_RANKS") or "1"
-    if not (text.isdecimal() and int(text) >= 1):
-        raise BadInput(f"HARNESS_REPLICA_RANKS={text!r}: wanted a number of ranks, at least 1")
+    if not (text.isdecimal() and len(text) <= 9 and int(text) >= 1):
+        raise BadInput(f"HARNESS_REPLICA_RANKS={text!r:.80}: wanted a number of ranks, at least 1")
     return int(text)
 
 
@@ -117,8 +117,8 @@ def worlds(text: str) -> tuple[int, ...]:
     """Numbers of ranks that may train, as people write them: "1,2,4"; (): any. Raises ValueError
     that says what is wanted."""
     words = [word.strip() for word in text.split(",")] if text.strip() else []
-    if not all(word.isdecimal() and int(word) >= 1 for word in words):
-        raise ValueError(f"wanted numbers of ranks, such as 1,2,4; found {text!r}")
+    if not all(word.isdecimal() and len(word) <= 9 and int(word) >= 1 for word in words):
+        raise ValueError(f"wanted numbers of ranks, such as 1,2,4; found {text!r:.80}")
     return tuple(sorted({int(word) for word in words}))
 
 

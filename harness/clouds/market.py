@@ -296,8 +296,10 @@ def _points(text: str, spec: str) -> list[tuple[float, int]]:
     reader = _json_rows if lines[0].startswith("[") else _csv_rows
     try:
         return reader(lines)
-    except (ValueError, KeyError, IndexError, TypeError) as e:
-        raise BadInput(f"market {spec!r}: not a trace that we can read ({e}); {wanted}") from e
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as e:
+        raise BadInput(
+            f"market {spec!r}: not a trace that we can read ({e!s:.300}); {wanted}"
+        ) from e
 
 
 def _json_rows(lines: Sequence[str]) -> list[tuple[float, int]]:

@@ -205,8 +205,10 @@ class Book:
             return
         silent_s, self.last_s = t - self.last_s, max(t, self.last_s)
         match fact:
-            case LeaseTaken(_, holder):
+            case LeaseTaken(_, holder, counted_s):
                 self.holder = holder
+                if counted_s is not None and self.started_s is not None:
+                    self._set_clock(t, silent_s - counted_s)
                 self.streaks.refused = 0  # this one may launch another version
                 self.started_s = t if self.started_s is None else self.started_s
                 # nobody led the run (a laptop that was closed): that time is not held against it
@@ -247,6 +249,23 @@ class Book:
             case RunEnded():
                 self.started_s = None
                 self.streaks.begin_anew()
+
+    def _set_clock(self, t: float, ahead_s: float) -> None:
+        """From now on times are by another controller's clock, which is ahead of the last one's by
+        so much (negative: behind), as far as the run can tell."""
+        self.last_s = t
+        if self.started_s is not None:
+            self.started_s += ahead_s
+        if ahead_s < 0:  # else what lies in the future would be neither billed nor late
+            self.progress_s += ahead_s
+            self.open = {
+                attempt: dataclasses.replace(
+                    node,
+                    asked_s=node.asked_s + ahead_s,
+                    up_s=None if node.up_s is None else node.up_s + ahead_s,
+                )
+                for attempt, node in self.open.items()
+            }
 
     def _end(self, fact: AttemptEnded) -> None:
         node = self.open.pop(fact.attempt, None)

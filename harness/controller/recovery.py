@@ -30,6 +30,7 @@ from harness.controller.book import UNSHOWN, Book, bill, how_it_ended
 from harness.controller.bounds import RunSpec as RunSpec
 from harness.controller.bounds import broken
 from harness.controller.choosing import MOST_PLACES
+from harness.controller.clocks import counted
 from harness.controller.learning import KnowsNothing, Learner
 from harness.controller.listening import BeatListener, Since
 from harness.core.facts import (
@@ -114,7 +115,14 @@ def recover(
         Book.of(journal.read(), world.rng, run.block_limit_s),
         learner or KnowsNothing(),
     )
-    loop.note(LeaseTaken(term, lease.holder))
+    counted_s, clocks = (
+        counted(world.store, loop.book.last_s, world.clock.now())
+        if loop.book.started_s is not None
+        else (None, "")
+    )
+    loop.note(LeaseTaken(term, lease.holder, counted_s))
+    if clocks:
+        loop.note(Decided("skip", clocks))
     if unread := loop.book.unread:
         lost = (
             f"{len(unread)} facts of earlier controllers cannot be read ({unread[0]}); nodes "

@@ -98,7 +98,8 @@ class _Parser:
 
     def _wrong(self, wanted: str) -> BadInput:
         found = repr(self.text[self.at]) if self._peek() else "the end"
+        before = self.text[max(0, self.at - 200) : self.at]
         return BadInput(
-            f"{self.what} {self.text!r}: wanted {wanted}, found {found} after "
-            f"{self.text[: self.at]!r}; it is written like at_most(best_value, usd_per_h=2)"
+            f"{self.what} {self.text!r:.400}: wanted {wanted}, found {found} after "
+            f"{before!r}; it is written like at_most(best_value, usd_per_h=2)"
         )

@@ -56,6 +56,7 @@ class Stamped:
 class LeaseTaken(Fact):
     term: int
     holder: str = ""
+    counted_s: float | None = None  # of the time since the last controller; None: all of it
 
 
 @dataclass(frozen=True)
