@@ -15,6 +15,7 @@ os.environ.setdefault("STORAGE_FSYNC", "0")
 PROOFS = (
     *("check_run", "loops_page", "micro_loader", "open_steps", "own_files", "watch_processes"),
     *("budget", "dcp", "examples", "extending", "floods", "hostile_day", "kills", "longrun"),
+    *("live_faults_of_b30688c",),
     *("many_nodes", "old_runs", "package", "permissions", "plan_calibration", "python_versions"),
     *("replay", "replicas", "rerun", "secrets", "sim", "soak", "system", "versions"),
     *("wandb_run", "whereabouts"),
@@ -62,6 +63,8 @@ FILE_S = {
     "test_plan_calibration.py": 120,
     "test_system.py": 55,
     "test_session.py": 45,
+    "test_faults_of_b30688c.py": 60,
+    "test_live_faults_of_b30688c.py": 400,
     "test_drill.py": 42,
     "test_snapshots.py": 35,
     "test_objects.py": 30,

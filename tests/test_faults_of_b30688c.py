@@ -37,7 +37,6 @@ from old_tree import (
     seam,
     start,
     train,
-    train_begin,
     until,
     write_facts,
 )
@@ -85,21 +84,6 @@ def task(tmp_path: Path) -> Path:
 
 def launch(task: Path, run: Path, policy: str) -> tuple[object, ...]:
     return ("launch", task, "--run", run, "--policy", f"planned:{policy}", "--market", "calm", "--brief")
-
-
-# ---- 1: work -------------------------------------------------------------------------------------
-def test_1_a_listing_that_shows_no_snapshot_does_not_mean_step_1(run: Path, tmp_path: Path) -> None:
-    """The facts tell of 30 committed steps. b30688c trains anew from step 1 and prunes the rest."""
-    shutil.move(run / "snapshots" / "manifests", tmp_path / "hidden")
-    log = tmp_path / "log"
-    with open(log, "wb") as file:
-        agent = train_begin(run, folder=tmp_path, total=40, stdout=file)
-    try:
-        until(lambda: manifests(run) or agent.poll() is not None or "rewind" in log.read_text(), "its end")
-        assert not manifests(run)
-    finally:
-        agent.terminate()
-        agent.wait(60)
 
 
 # ---- 4: nodes that are there ---------------------------------------------------------------------
