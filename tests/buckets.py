@@ -92,10 +92,13 @@ def weed(folder: Path) -> Iterator[dict]:
 
 @contextlib.contextmanager
 def moto(
-    refuses: threading.Event | None = None, seen: list[tuple[str, str, str, str]] | None = None
+    refuses: threading.Event | None = None,
+    seen: list[tuple[str, str, str, str]] | None = None,
+    around: Callable[[Callable], Callable] | None = None,
 ) -> Iterator[str]:
     """S3 in this process, with the buckets `my-bucket`. The address. While `refuses` is set it says
-    403 to everybody. `seen` gets (access key, method, path, query) of each request. It also speaks the part of Google's XML interface that differs from S3 where
+    403 to everybody. `seen` gets (access key, method, path, query) of each request;
+    `around` makes of the application another, that says what it likes. It also speaks the part of Google's XML interface that differs from S3 where
     we use it: two headers, and how much of a path is quoted."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
@@ -105,6 +108,8 @@ def moto(
             pass
 
     inner = DomainDispatcherApplication(create_backend_app)
+    if around is not None:
+        inner = around(inner)
 
     def app(environ: dict, start_response: Callable) -> object:
         if seen is not None:

@@ -15,9 +15,9 @@ os.environ.setdefault("STORAGE_FSYNC", "0")
 PROOFS = (
     *("check_run", "loops_page", "micro_loader", "open_steps", "own_files", "watch_processes"),
     *("budget", "dcp", "examples", "extending", "floods", "hostile_day", "kills", "longrun"),
-    *("many_nodes", "meshes", "old_runs", "package", "permissions", "plan_calibration"),
-    *("price_waits", "python_versions", "replay", "replicas", "rerun", "secrets", "sim", "soak"),
-    *("system", "versions", "wandb_run", "whereabouts"),
+    *("live_faults_of_b30688c", "many_nodes", "meshes", "old_runs", "package", "permissions"),
+    *("plan_calibration", "price_waits", "python_versions", "replay", "replicas", "rerun", "secrets"),
+    *("sim", "soak", "system", "versions", "wandb_run", "whereabouts"),
 )
 _proofs = {f"test_{name}.py" for name in PROOFS}
 _files = {path.name for path in Path(__file__).parent.glob("test_*.py")}
@@ -63,6 +63,8 @@ FILE_S = {
     "test_price_waits.py": 25,
     "test_system.py": 55,
     "test_session.py": 45,
+    "test_faults_of_b30688c.py": 60,
+    "test_live_faults_of_b30688c.py": 400,
     "test_drill.py": 42,
     "test_snapshots.py": 35,
     "test_objects.py": 30,
