@@ -23,7 +23,7 @@ LAB ?= /var/tmp/harness-lab
 
 DASHBOARDS ?= dashboards.json
 
-.PHONY: install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test proofs adapters check lint types pythons sim simsystem walk longrun drill manynodes campaign soak audit money clean
+.PHONY: install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test proofs adapters check lint types pythons sim simsystem walk longrun drill meshes manynodes campaign soak audit money clean
 install: $(STAMP)
 $(STAMP): requirements.txt requirements-apart.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned environment wants Python 3.11 or newer, this is " + sys.version + "; make PYTHON=python3.11 ...")'
@@ -114,6 +114,9 @@ longrun: install  ## a run of a month, and what it costs to look at it, join it 
 
 drill: install  ## every fault in every phase (ONLY=worker-kill:step for one cell)
 	$(BIN)/harness drill --seed $(or $(SEED),0) --jobs $(or $(JOBS),2) $(if $(ONLY),--only $(ONLY))
+
+meshes: install  ## models on meshes of up to four ranks: equal to one rank's, resharded, with nodes killed (a minute)
+	HARNESS_PROOFS=1 PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m pytest -n $(WORKERS) tests/test_meshes.py
 
 manynodes: install  ## 1 to 256 simulated members and snapshots of up to 1,024 ranks: seconds, requests, connections, beside their targets
 	$(BIN)/python benchmarks/manynodes.py

@@ -16,6 +16,8 @@ MOST_NBYTES = 1 << 20  # of one text that nobody says more of: an object, a line
 MOST_DEPTH = 64  # brackets within brackets
 MOST_INT = 2**53
 
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=True)
+
 
 class BadObject(ValueError):
     """What was read is not what is wanted there: damaged, foreign, or of another version."""
@@ -24,7 +26,7 @@ class BadObject(ValueError):
 def canonical(value: object) -> bytes:
     """The one JSON spelling that hashes are made of. Floats keep every bit (repr round-trips),
     NaN and inf included."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=True).encode()
+    return _CANONICAL.encode(value).encode()
 
 
 def digest(data: bytes | memoryview) -> str:

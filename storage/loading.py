@@ -269,7 +269,8 @@ def _fill(snapshots: Snapshots, manifest: Manifest, batch: list[_Piece]) -> None
         for piece in batch:
             found, target = data[piece.start - start : piece.end - start], piece.target
             if (
-                target.is_contiguous()
+                len(found) == target.nbytes  # else they lie apart: columns of a wider chunk
+                and target.is_contiguous()
                 and not target.is_cuda
                 and not target.is_conj()
                 and not target.is_neg()

@@ -184,9 +184,10 @@ def _each(
             return None
 
     wanted = iter(keys)
-    ahead = reads_at_once(store)
-    first = list(islice(wanted, ahead))
-    if ahead < 2 or len(first) < 2:
+    first = list(islice(wanted, 2))
+    ahead = reads_at_once(store) if len(first) > 1 else 1
+    first += islice(wanted, max(0, ahead - len(first)))
+    if ahead < 2:
         for key in chain(first, wanted):
             yield key, one(key)
         return

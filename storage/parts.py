@@ -6,6 +6,7 @@ Pure: no store, no torch, no clock. `manifest.py` says what a snapshot consists 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping
@@ -66,6 +67,7 @@ class Ref:
         return self.name
 
     @classmethod
+    @functools.lru_cache(maxsize=4096)  # controllers read the same listing all the time
     def parse(cls, name: str) -> Ref:
         """The inverse of `name`. Raises ValueError."""
         found = re.fullmatch(r"([0-9]{10,})-e([0-9]{6,})", name)

@@ -15,9 +15,9 @@ os.environ.setdefault("STORAGE_FSYNC", "0")
 PROOFS = (
     *("check_run", "loops_page", "micro_loader", "open_steps", "own_files", "watch_processes"),
     *("budget", "dcp", "examples", "extending", "floods", "hostile_day", "kills", "longrun"),
-    *("many_nodes", "old_runs", "package", "permissions", "plan_calibration", "python_versions"),
-    *("replay", "replicas", "rerun", "secrets", "sim", "soak", "system", "versions"),
-    *("wandb_run", "whereabouts"),
+    *("many_nodes", "meshes", "old_runs", "package", "permissions", "plan_calibration"),
+    *("price_waits", "python_versions", "replay", "replicas", "rerun", "secrets", "sim", "soak"),
+    *("system", "versions", "wandb_run", "whereabouts"),
 )
 _proofs = {f"test_{name}.py" for name in PROOFS}
 _files = {path.name for path in Path(__file__).parent.glob("test_*.py")}

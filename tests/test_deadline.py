@@ -14,7 +14,6 @@ from harness.core.facts import Decided, LeaseTaken, Stamped
 from harness.core.known import CapacitySeen, Knowledge, Spell
 from harness.core.world import Launch, Offer, Terminate, Wait
 from harness.market.lookahead import OPEN, SpellRates, Terms, moves, outlook, residual_h
-from harness.market.made_up import MadeUpZone, make_up
 from harness.market.optimum import WorkToDo, optimum
 from harness.market.rates import ends, shut_since, shut_spells, spell_rates
 from harness.market.traces import ZoneTrace
@@ -276,28 +275,6 @@ def test_it_is_in_time_and_near_the_optimum(deadline_h, most):
         work = WorkToDo(12.0, deadline_h, 600.0, job.spot_usd_per_h, job.on_demand_usd_per_h)
         least += optimum([zone], 0, work).usd
     assert paid <= most * least
-
-
-def test_to_wait_for_lower_prices_costs_less():
-    """Than the same policy that takes prices as they are, in the same markets."""
-    paid = {deadline: 0.0, prices_stand_still: 0.0}
-    job = ReplayJob(24.0, 72.0, changeover_s=600.0)
-    for seed in range(6):
-        zone = MadeUpZone(
-            "z", 60.0, 0.5, usd_per_h=1.0, price_swing=0.6, most_usd_per_h=3.0, is_open=True
-        )
-        market = make_up([zone], 180.0, np.random.default_rng(seed), tick_s=1800.0)
-        usd = market[0].usd_per_h[:200].tolist()  # of the time before
-        before = {"z": tuple((1800.0 * (at - 200), price) for at, price in enumerate(usd))}
-        for policy in paid:
-            found = play(market, 200, job, policy, prices=before)
-            assert not found.missed
-            paid[policy] += found.usd
-    assert paid[deadline] < 0.97 * paid[prices_stand_still]
-
-
-def prices_stand_still(view):
-    return deadline(dataclasses.replace(view, known=dataclasses.replace(view.known, prices={})))
 
 
 def test_it_is_in_time_without_any_spot():

@@ -13,18 +13,20 @@ from harness.cli.command import main
 from harness.cli.market import SHARED, Histories
 from harness.clouds.sky_client import SkyError
 from harness.controller import policies
+from harness.market.history import OfferSeen
 from storage.manifest import Manifest, PartList
 from storage.opening import open_store
 from storage.snapshot_keys import Ref, manifest_key
 
 EAST, WEST = answer("aws/us-east-1/use1-az1/p5", 10.0), answer("nebius/eu-north1/p5", 12.0)
 FASTER = 60.0  # than the clock, the API server
-NOTED = []
+NOTED, VIEWS = [], []
 
 
 def noting(view):
     """The usual policy, by which a test sees what it was told of capacity."""
     NOTED.append(dict(view.known.capacity))
+    VIEWS.append(view)
     return policies.best_value(view)
 
 
@@ -64,20 +66,21 @@ def led(tmp_path, monkeypatch):
     monkeypatch.setenv(SHARED, f"file://{tmp_path}/team")
     monkeypatch.setitem(sys.modules, "sky", None)  # as if SkyPilot were not installed
 
-    def lead(computer, *, full=()):
+    def lead(computer, *, full=(), more=(), url=""):
         monkeypatch.setenv("HOME", str(tmp_path / computer))
-        url = f"file://{tmp_path}/runs/{computer}"
+        url = url or f"file://{tmp_path}/runs/{computer}"
         sky = PlayedSky(open_store(url), EAST, WEST)
         none = SkyError("ResourcesUnavailableError", "no capacity", [("E", "no capacity here")])
         sky.trouble = {offer["resources"]["infra"]: [none] for offer in full}
         monkeypatch.setattr(launch, "sky_broker", lambda _: sky)
         argv = ["launch", str(task), "--run", url, "--cloud", "sky", "--nodes", "1", "--brief"]
         with pytest.raises(SystemExit) as ended:
-            main([*argv, "--policy", f"{__name__}:noting"])
+            main([*argv, *more, "--policy", f"{__name__}:noting"])
         own = Histories("").own().read(time.time()).records
         return ended.value.code, sky, {offer for _, offer in own}
 
     NOTED.clear()
+    VIEWS.clear()
     return lead
 
 
@@ -96,3 +99,31 @@ def test_what_one_run_has_seen_is_where_the_next_begins(led, tmp_path, capsys):
     first = NOTED[0]  # before it has asked anybody for anything
     assert set(first) == known
     assert not first[EAST["name"]].open and first[WEST["name"]].node_s > 0
+
+
+def test_a_dry_run_knows_what_a_launch_would_and_leaves_no_trace(led, tmp_path, capsys):
+    """What other runs have seen, what the run itself has, its deadline and its budget."""
+    now_s, known = time.time(), {EAST["name"]}
+    paid = ((1.0, 9.0),)
+    seen = OfferSeen("other", EAST["name"], now_s, False, now_s - 60, (), 3600.0, usd_per_h=paid)
+    assert not Histories(f"file://{tmp_path}/team").write([seen], now_s)
+    said = ["--deadline", "36h", "--work", "10h", "--budget-usd", "500"]
+
+    def files():
+        return {p: p.read_bytes() for p in sorted(tmp_path.rglob("*")) if p.is_file()}
+
+    before = files()
+    code, sky, _ = led("a", more=["--dry-run", *said], url=f"file://{tmp_path}/runs/new")
+    out = capsys.readouterr().out
+    assert code == 0, out
+    assert set(NOTED[0]) == known and not NOTED[0][EAST["name"]].open
+    first = VIEWS[0]
+    assert first.known.prices[EAST["name"]][0] == (1.0, 9.0)
+    assert first.known.work == 10 * 3600 * 8 and first.known.budget_usd == 500.0
+    assert first.known.deadline_s - first.now_s == pytest.approx(36 * 3600, abs=60)
+    assert "first   " in out
+    assert {kind for kind, _ in sky.calls} <= {"offers"} and not sky.jobs
+    assert {p for p in files() if "team" in p.parts or "runs" in p.parts} == {
+        p for p in before if "team" in p.parts or "runs" in p.parts
+    }
+    assert not (tmp_path / "runs" / "new").exists()

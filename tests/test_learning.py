@@ -135,11 +135,11 @@ def test_steps_of_a_loop_that_times_none_are_timed_by_their_begins():
 
 
 def test_work_is_what_the_user_says_until_it_is_measured():
-    wanted = RunGoals(deadline_s=9e4, budget_usd=70.0, work_s=3600.0, nodes=2)
+    wanted = RunGoals(deadline_s=9e4, work_s=3600.0, nodes=2)
     run = Telling()
     found = known(run, wanted)
     assert found.work == found.left(0) == 3600 * 2 * 8.0  # on two nodes of four, of speed 2
-    assert (found.deadline_s, found.budget_usd, found.changeover_s) == (9e4, 70.0, 300.0)
+    assert (found.deadline_s, found.changeover_s) == (9e4, 300.0)
     assert found.left(5) is None  # of how many, nobody has said
     assert known(trained(), wanted).work == pytest.approx(64_000.0)
 
@@ -356,7 +356,6 @@ def test_what_it_costs_to_leave(url, trained, offered, usd):
 class Said:
     deadline: str = ""
     work: str = ""
-    budget_usd: float | None = None
     cloud: str = "local"
 
 
@@ -368,7 +367,7 @@ def led(started_s=None, step=0):
 
 def test_a_deadline_counts_from_the_launch_for_every_controller():
     new = deadline.wanted(Said("36h", "48h"), (1, 4), led(step=7), 1e6)
-    assert new == RunGoals(1e6 + 36 * 3600, None, 48 * 3600, 4, 15.0)
+    assert new == RunGoals(1e6 + 36 * 3600, 48 * 3600, 4, 15.0)
     taken_over = deadline.wanted(Said("90m", cloud="sky"), (1, 4), led(1e6 - 8000), 1e6)
     assert taken_over.deadline_s == 1e6 - 8000 + 5400 and taken_over.changeover_s == 300.0
     date = deadline.wanted(Said("2026-11-25T18:00"), (1, 1), led(), 1e6)

@@ -277,7 +277,7 @@ def test_an_export_of_a_clean_run_leaves_it_clean(tmp_path, capsys, monkeypatch)
     monkeypatch.setenv(VARIABLE, given_by_a_manager())
     for turn in range(2):
         assert status(["snapshots", "export", url, str(tmp_path / f"out-{turn}")]) == 0
-    assert len([k for k in FileStore(url).list("facts/person-")]) == 2
+    assert len(FileStore(url).list("facts/person-")) == 2
     capsys.readouterr()
     assert status(words) == 0, capsys.readouterr().out
     monkeypatch.delenv(VARIABLE)  # and one by somebody who has no key is seen

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.agent.leaderless import LOOK_EVERY_S
+from harness.core.mesh import ModelMesh
 from harness.node import progress
 from harness.uploader.nearby import NearbyConfig
 
@@ -80,8 +81,14 @@ class Worlds:
     """What a world is made of."""
 
     min_members: int = 1
-    replica_ranks: int = 1  # that hold one copy of the model; only whole replicas train
+    replica_ranks: int = 1  # that are given the same samples; only whole replicas train
+    mesh: ModelMesh | None = None  # how ranks share one copy of the model; only whole copies train
     ranks: tuple[int, ...] = ()  # only so many train; (): any number
+
+    @property
+    def copy_ranks(self) -> int:
+        """That hold one copy of the model together."""
+        return self.replica_ranks if self.mesh is None else self.mesh.copy_ranks
 
 
 @dataclass(frozen=True)

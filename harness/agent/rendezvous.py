@@ -34,6 +34,7 @@ from harness.agent.membership import LIST_S, BeatTimes, Ears, Membership
 from harness.bucket.epochs import newest_epoch, read_epoch
 from harness.bucket.layout import Epoch, Member, epoch_key, member_key
 from harness.core import values
+from harness.core.mesh import ModelMesh
 from harness.core.values import BadObject, NewerProtocol
 from harness.core.world import WrongProtocol, meeting_place, whole_replicas
 from storage.errors import NotFound, StoreError
@@ -70,7 +71,8 @@ class _Moments:
 class Rendezvous:
     """One member's view. `beat_s`: how often it says that it lives; `dead_s`: silence that means
     death; `calm_s` takes the place of `beat_s` while we train and hear everybody over lines.
-    `replica_ranks`: a world is made of whole replicas of so many ranks; `worlds`: the only numbers
+    `replica_ranks`: a world is made of whole replicas of so many ranks; `mesh`: and of whole copies
+    of the model that are so; `worlds`: the only numbers
     of ranks that it may have, if any are given; who is left over waits.
     `over`: is the run finished? Then no epoch is begun any more."""
 
@@ -86,6 +88,7 @@ class Rendezvous:
         join_window_s: float = 1.0,
         min_members: int = 1,
         replica_ranks: int = 1,
+        mesh: ModelMesh | None = None,
         worlds: tuple[int, ...] = (),
         over: Callable[[], bool] = lambda: False,
         monotonic: Callable[[], float] = time.monotonic,
@@ -94,7 +97,7 @@ class Rendezvous:
         self._beats = BeatTimes(beat_s, dead_s, max(calm_s, beat_s))
         self.others = Membership(store, lines, self._beats, monotonic)
         self._join_window_s, self.min_members = join_window_s, min_members
-        self._replica_ranks, self._worlds = replica_ranks, worlds
+        self._replica_ranks, self._mesh, self._worlds = replica_ranks, mesh, worlds
         self._monotonic, self._over = monotonic, over
         self._last = _Moments()
         self.is_over = False  # it was, when the next epoch's time had come: there is none
@@ -262,7 +265,8 @@ class Rendezvous:
         return sum(sizes[i] for i in found) > current.world
 
     def _choose(self, sizes: list[int], max_world: int | None) -> list[int]:
-        return whole_replicas(sizes, self._replica_ranks, max_world, self._worlds)
+        whole = self._replica_ranks if self._mesh is None else self._mesh.copy_ranks
+        return whole_replicas(sizes, whole, max_world, self._worlds)
 
     def try_form(self, max_world: int | None) -> Epoch | None:
         """The newest epoch if we are in it and have not taken part yet; else create the next
@@ -377,4 +381,5 @@ class Rendezvous:
             failure=failure,
             failure_step=step,
             replica_ranks=self._replica_ranks,
+            mesh=str(self._mesh or ""),
         )

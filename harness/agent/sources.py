@@ -172,7 +172,7 @@ def duration(text: str) -> float:
     found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)([smhd]?)", text.strip())
     if found is None:
         raise BadInput(
-            f"{text!r:.80} is no duration; wanted seconds, or a number with s, m, h or d, such as 12h"
+            f"{text!r:.80} is no duration; wanted seconds, or a number with s, m, h, d, such as 12h"
         )
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
 

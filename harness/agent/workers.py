@@ -190,6 +190,7 @@ class Workers:
             "HARNESS_RUN": self._config.run,
             "HARNESS_REPLICA": self._config.beside.replica,
             "HARNESS_REPLICA_RANKS": epoch.replica_ranks,
+            "HARNESS_MESH": epoch.mesh,
             "HARNESS_WORLDS": ",".join(map(str, config.worlds.ranks)),
             "HARNESS_EPOCH": epoch.epoch,
             "HARNESS_MARK": self._mark_path,

@@ -237,6 +237,7 @@ class Epoch:
     failure_step: Natural = 0
     # ranks that hold one copy of the model together: replica i has ranks [i * this, (i + 1) * this)
     replica_ranks: Count = 1
+    mesh: str = ""  # how the ranks of one copy share it, as core/mesh.py spells it
     protocol: Natural = field(default_factory=spoken)
 
     @property
@@ -270,7 +271,8 @@ class Epoch:
         return json.dumps({**body, "h": digest(canonical(body))}).encode()
 
 
-USUAL = {"key": "", "replica_ranks": 1}  # what came later than the first members and epochs
+# what came later than the first members and epochs
+USUAL = {"key": "", "replica_ranks": 1, "mesh": ""}
 
 
 def _as_ever(body: dict[str, Any]) -> dict[str, Any]:

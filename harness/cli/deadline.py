@@ -23,8 +23,6 @@ class WithDeadline(Protocol):
     @property
     def work(self) -> str: ...
     @property
-    def budget_usd(self) -> float | None: ...
-    @property
     def cloud(self) -> str: ...
 
 
@@ -80,9 +78,7 @@ def wanted(flags: WithDeadline, nodes: tuple[int, int], book: Book, now_s: float
                 f"takes longer on {nodes[1]} nodes, even undisturbed: allow more time, or more "
                 "--nodes"
             )
-    return RunGoals(
-        deadline_s, flags.budget_usd, work_h * 3600, nodes[1], CHANGEOVER_S[flags.cloud]
-    )
+    return RunGoals(deadline_s, work_h * 3600, nodes[1], CHANGEOVER_S[flags.cloud])
 
 
 def _hours(text: str) -> float | None:

@@ -1,14 +1,21 @@
-"""`harness launch --dry-run`: what would be launched, without launching it."""
+"""`harness launch --dry-run`: what would be launched, without launching it.
+
+The policy is asked as the first round of a launch asks it, with all that a launch would know then.
+Nothing is started, and nothing is written to the bucket.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from harness.cli.common import DONE, replica_ranks
-from harness.core.world import BadInput
+from harness.cli.common import DONE, RealClock, model_mesh, replica_ranks
+from harness.core.world import BadInput, Wait
 from storage.errors import NotFound
 from storage.objects import ObjectStore
 from storage.opening import open_store
@@ -20,7 +27,10 @@ if TYPE_CHECKING:
     from harness.clouds.skypilot import SkyPilotCloud
     from harness.clouds.tasks import Task
     from harness.controller.plan import Measured
-    from harness.core.world import Policy
+    from harness.controller.recovery import RunSpec
+    from harness.core.known import CapacitySeen
+    from harness.core.world import Policy, View
+    from harness.market.wandering import PricePath
 
 
 def show_plan(
@@ -28,25 +38,35 @@ def show_plan(
     task: Task,
     policy: Policy,
     url: str,
-    nodes: tuple[int, int],
+    run: RunSpec,
     open_cloud: Callable[[], LocalCloud | SkyPilotCloud],
     console: Console,
 ) -> int:
-    """What would be launched. Touches neither bucket nor cloud, beyond reading."""
+    """What would be launched. Touches neither bucket nor cloud, beyond reading. Raises BadInput,
+    StoreError."""
     from harness.controller import plan as plans
+    from harness.controller import policies
 
-    identity, timed = timed_of(open_store(url), url)
+    store = open_store(url)
+    identity, timed = timed_of(store, url)
+    if run.budget_usd is not None:
+        policy = policies.within_budget(policy, usd=run.budget_usd)
+    if run.max_hours is not None:
+        policy = policies.within_hours(policy, hours=run.max_hours)
     cloud = open_cloud()
     try:
+        view = view_now(flags, run, url, store, cloud)
         found = plans.make(
-            cloud.offers(),
+            view.offers,
             policy,
-            nodes,
+            (run.min_nodes, run.max_nodes),
+            view=view,
             no_market=getattr(cloud, "no_market", ()),
             micro_batches=plans.micro_batches(identity, task.envs),
             measured=timed,
-            budget_usd=flags.budget_usd,
+            budget_usd=run.budget_usd,
             replica_ranks=replica_ranks(task.envs),
+            mesh=model_mesh(task.envs),
         )
     finally:
         cloud.close()
@@ -55,6 +75,40 @@ def show_plan(
     else:
         plans.show(found, console)
     return DONE
+
+
+def view_now(
+    flags: LaunchFlags,
+    run: RunSpec,
+    url: str,
+    store: ObjectStore,
+    cloud: LocalCloud | SkyPilotCloud,
+) -> View:
+    """What the first round of a launch would see now: what this run has learned, and what others
+    have. Raises BadInput, StoreError."""
+    from harness.bucket.journal import Journal
+    from harness.bucket.lease import Lease
+    from harness.cli.deadline import wanted
+    from harness.cli.market import Histories, known_before
+    from harness.controller.book import Book
+    from harness.controller.learning import RunLearner
+    from harness.controller.recovery import Loop
+    from harness.core.world import World
+
+    clock, rng = RealClock(), random.Random()
+    journal = Journal(store, "dry-run", clock.now)  # writes what is flushed, and nothing is
+    book = Book.of(journal.read(), rng, run.block_limit_s)
+    goals = wanted(flags, (run.min_nodes, run.max_nodes), book, clock.now())
+    before: tuple[dict[str, CapacitySeen], dict[str, PricePath]] = {}, {}
+    if flags.cloud == "sky":  # the market of a local cloud is made up
+        histories, told = Histories.of(os.environ), Console(stderr=True)
+        before = known_before(url, histories, clock.now(), told)
+    learner = RunLearner(store, replace(goals, look_s=run.poll_s), None, *before)
+    world = World(clock, cloud, store, rng)
+    lease = Lease(store, clock, "dry-run")  # never acquired
+    loop = Loop(run, lambda _: Wait(run.poll_s), world, journal, lease, book, learner)
+    step, _ = loop.committed()
+    return loop.view(step)
 
 
 def timed_of(store: ObjectStore, url: str) -> tuple[dict[str, Any] | None, Measured | None]:

@@ -16,6 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tenacity import (
+    retry,
+    retry_if_exception_type,
+    stop_after_delay,
+    wait_random_exponential,
+)
+
 from harness.bucket.heads import sign_off
 from harness.bucket.orders import STOP_KEY, stop_order
 from harness.cli.alerts import alerting_beside, alerts_for_nodes, receivers
@@ -48,7 +55,7 @@ from harness.cli.track import publisher_beside
 from harness.core.config import flag, positional
 from harness.core.given_files import output_file
 from harness.core.world import BadInput, Fenced, HarnessError
-from storage.errors import StoreError
+from storage.errors import StoreError, StoreUnavailable
 from storage.objects import ObjectStore
 from storage.opening import normalize, open_store
 from storage.text import Console
@@ -57,6 +64,7 @@ if TYPE_CHECKING:
     from harness.clouds.local import LocalCloud
     from harness.clouds.skypilot import SkyPilotCloud
     from harness.clouds.tasks import Task
+    from harness.controller.book import Book
     from harness.controller.learning import RunGoals
     from harness.controller.recovery import RunOutcome, RunSpec
     from harness.core.world import Policy
@@ -193,7 +201,13 @@ def launch(flags: LaunchFlags) -> int:
         policy = policies.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
     if flags.dry_run:
         return show_plan(
-            flags, task, policy, url, nodes, lambda: _cloud(flags, task, url, nodes), console
+            flags,
+            task,
+            policy,
+            url,
+            _run_spec(flags, nodes),
+            lambda: _cloud(flags, task, url, nodes),
+            console,
         )
     # what is wrong with the input is told before anything is written anywhere
     local = _cloud(flags, task, url, nodes) if flags.cloud == "local" else None
@@ -201,9 +215,7 @@ def launch(flags: LaunchFlags) -> int:
         wanted(flags, nodes, book_of(open_store(url, retry_within_s=PREFLIGHT_S)), time.time())
     store = checked_store(url)
     try:
-        # A controller killed after the last step may have left nodes: those are ended first.
-        book = book_of(store)
-        over = is_final(store) and not book.open
+        book, over = _how_it_stands(store)
     except StoreError as e:
         return give_up(e, store, None, console, url)
     if over:
@@ -337,6 +349,20 @@ def _lead(
                 return give_up(e, store, cloud, console, url)
         cloud.shutdown()
     return outcome
+
+
+@retry(
+    retry=retry_if_exception_type(StoreUnavailable),
+    stop=stop_after_delay(PREFLIGHT_S),
+    wait=wait_random_exponential(multiplier=0.2, max=2.0),
+    reraise=True,
+)
+def _how_it_stands(store: ObjectStore) -> tuple[Book, bool]:
+    """The book of the run, and is it over? A store that contradicts itself (lists what it does
+    not find) is asked again for a while. Raises StoreError."""
+    book = book_of(store)
+    # A controller killed after the last step may have left nodes: those are ended first.
+    return book, is_final(store) and not book.open
 
 
 def _run_spec(flags: LaunchFlags, nodes: tuple[int, int]) -> RunSpec:

@@ -17,6 +17,8 @@ from harness.cli.common import (
     PROMETHEUS,
     checked_store,
     duration_text,
+    mesh_text,
+    model_mesh,
     prometheus_address,
     replica_ranks,
     when,
@@ -33,6 +35,7 @@ from harness.cli.variables import (
 )
 from harness.core.config import Bounds, flag, positional
 from harness.core.given_files import output_folder, readable_file
+from harness.core.mesh import parse
 from harness.core.steps_asked import StepsAsked
 from harness.core.world import BadInput
 from harness.node.progress import FACTOR, Limits
@@ -100,6 +103,13 @@ class RunFlags(RecordFlags):
         "ranks that hold one copy of the model together: only whole replicas train, nodes that are "
         "left over wait; 0: HARNESS_REPLICA_RANKS, else 1",
         at_least=0,
+    )
+    mesh: str = flag(
+        "",
+        "how ranks share one copy of the model, such as dp_shard=8,tp=2 (docs/MESHES.md): only "
+        "whole copies train, nodes that are left over wait; default: HARNESS_MESH, else each rank "
+        "by itself",
+        check=mesh_text,
     )
     worlds: str = flag(
         "",
@@ -434,19 +444,33 @@ def _worlds(flags: RunFlags, env: Mapping[str, str]) -> Worlds:
     """What a world is made of. Raises BadInput if none can be."""
     from harness.agent.config import Worlds
 
-    size = flags.replica_ranks or replica_ranks(env)
+    model = parse(flags.mesh) if flags.mesh else model_mesh(env)
+    size = flags.replica_ranks or (model.replica_ranks if flags.mesh and model else 0)
+    size = size or replica_ranks(env)
+    if model is not None and size != model.replica_ranks:
+        raise BadInput(
+            f"--mesh {model}: its replicas have {model.replica_ranks} ranks, found {size} "
+            "(--replica-ranks, HARNESS_REPLICA_RANKS); leave one of the two out"
+        )
     try:
         ranks = worlds(flags.worlds or env.get("HARNESS_WORLDS", ""))
     except ValueError as e:
         raise BadInput(f"HARNESS_WORLDS: {e}") from None
     nproc = _nproc(flags.nproc, env)
-    if ranks and not any(n >= nproc and not n % size for n in ranks):
+    found = Worlds(flags.min_nodes, size, model, ranks)
+    if model is not None and nproc % model.tp:
+        raise BadInput(
+            f"--mesh {model}: wanted a node's workers in whole groups of {model.tp} (tp), found "
+            f"{nproc}: matrix products that cross the network are slower than one GPU; use a "
+            "smaller tp, or nodes with more GPUs"
+        )
+    if ranks and not any(n >= nproc and not n % found.copy_ranks for n in ranks):
         raise BadInput(
             f"--worlds {','.join(map(str, ranks))}: wanted a number of ranks that this node's "
-            f"{nproc} can be part of, in whole replicas of {size}; found none: all would wait for "
-            "ever"
+            f"{nproc} can be part of, in whole replicas of {found.copy_ranks}; found none: all "
+            "would wait for ever"
         )
-    return Worlds(flags.min_nodes, size, ranks)
+    return found
 
 
 def _hang_limits(hang_after_s: float, stuck_after_s: float) -> Limits:

@@ -34,6 +34,16 @@ class LimitsWriter:
     _written_s: float = -math.inf
     _open: frozenset[tuple[int, bool]] = frozenset()  # attempts, and whether they were up
 
+    @property
+    def done(self) -> bool:
+        """Is there nothing to tell any more, since the run has no limits?"""
+        return self._unlimited and self.version > 0
+
+    @property
+    def _unlimited(self) -> bool:
+        limits = self.run.budget_usd, self.run.max_hours, self.run.leaderless_s
+        return all(limit is None for limit in limits)
+
     def tell(
         self,
         now_s: float,
@@ -45,7 +55,7 @@ class LimitsWriter:
         """If it is due: since the last writing a while has passed, or nodes have come or gone.
         `times`: by cloud, as `View.times`. Raises StoreError."""
         run, nodes = self.run, list(nodes)
-        if run.budget_usd is None and run.max_hours is None and run.leaderless_s is None:
+        if self._unlimited:
             # an earlier launch may have left some
             if not self.version and self.store.list(LIMITS_KEY):
                 none = RunLimits(self.term, 1, WRITE_EVERY_S, run.launch_s)

@@ -397,7 +397,7 @@ class Book:
     def spent_usd(self, now_s: float, strays: Iterable[Node] = ()) -> float:
         """What all nodes cost until now. `strays`: nodes that are there, and that the book does not
         hold to be open: they cost more than it says."""
-        of_open = sum(bill(node, now_s)[1] for node in self.open.values())
+        of_open = bills_usd(self.open.values(), now_s)
         return self.tally.usd + of_open + sum(self._unbooked_usd(n, now_s) for n in strays)
 
     def _unbooked_usd(self, node: Node, now_s: float) -> float:
@@ -430,6 +430,19 @@ def bill(node: Node, until_s: float) -> tuple[float, float]:
         else max(0.0, (until_s if node.gone_s is None else node.gone_s) - node.up_s)
     )
     return seconds, seconds / 3600 * node.offer.usd_per_h
+
+
+def bills_usd(nodes: Iterable[Node], until_s: float) -> float:
+    """What many of them cost, by `bill`: asked of a whole fleet before each decision."""
+    return sum(
+        [
+            max(0.0, (until_s if n.gone_s is None else n.gone_s) - n.up_s)
+            / 3600
+            * n.offer.usd_per_h
+            for n in nodes
+            if n.up_s is not None
+        ]
+    )
 
 
 def how_it_ended(node: Node) -> str:

@@ -7,7 +7,7 @@ Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from harness.core.world import Decision, Launch, Node, Offer, View, Wait
 
@@ -41,7 +41,7 @@ def until_next(view: View) -> float:
 def usd_per_work(offer: Offer) -> float:
     """USD for what one worker of speed 1 does in an hour: what a step costs, up to a factor
     that all offers share."""
-    return offer.usd_per_h / (offer.speed * max(1, offer.gpus))
+    return offer.usd_per_h / (offer.speed * offer.workers)
 
 
 def every(interval_s: float) -> str:
@@ -53,6 +53,21 @@ def at_work(view: View, node: Node) -> bool:
     """Does it train, as far as time tells?"""
     asked_s = view.now_s - node.asked_s
     return node.been_up_s(view.now_s) >= 0 and asked_s >= view.known.changeover_s - 1e-3
+
+
+def began_s(nodes: Iterable[Node]) -> list[float | None]:
+    """When each one's command began (`Node.been_up_s`), of many at once."""
+    return [n.up_s if n.at_work_s is None else n.at_work_s for n in nodes]
+
+
+def not_at_work(view: View, nodes: Sequence[Node]) -> list[Node]:
+    """Those of many that are not (`at_work`)."""
+    now_s, least_s = view.now_s, view.known.changeover_s - 1e-3
+    return [
+        node
+        for node, at_s in zip(nodes, began_s(nodes), strict=True)
+        if now_s - node.asked_s < least_s or at_s is None or at_s > now_s
+    ]
 
 
 def grid(view: View, work_h: float, time_h: float, cells: int, step: int) -> tuple[float, int]:

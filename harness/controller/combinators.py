@@ -11,11 +11,11 @@ import fnmatch
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from harness.controller.choosing import LOOK_AGAIN_S, open_offers
-from harness.controller.value import staying, workers
+from harness.controller.value import staying
 from harness.core.world import (
     BadInput,
     Decision,
@@ -43,7 +43,7 @@ def at_most(
         raise BadInput("at_most: wanted usd_per_h or usd_per_gpu_h, found neither")
 
     def cheap(offer: Offer) -> bool:
-        return offer.usd_per_h <= usd_per_h and offer.usd_per_h <= usd_per_gpu_h * workers(offer)
+        return offer.usd_per_h <= usd_per_h and offer.usd_per_h <= usd_per_gpu_h * offer.workers
 
     return _only(policy, cheap, "every offer costs more than it may")
 
@@ -145,8 +145,9 @@ def replacing(policy: Policy, *, settle_s: float = 60.0, grace_s: float = 300.0)
     leave."""
 
     def decide(view: View) -> Decision:
-        sure = [node for node in view.alive if node.attempt not in view.doubted]
+        sure: Sequence[Node] = view.alive
         if view.doubted:
+            sure = [node for node in view.alive if node.attempt not in view.doubted]
             settled = sum(node.been_up_s(view.now_s) >= settle_s for node in sure)
             if settled >= view.max_nodes:
                 return Terminate(view.doubted[0], "its replacement is there", grace_s)
@@ -163,7 +164,9 @@ def replacing(policy: Policy, *, settle_s: float = 60.0, grace_s: float = 300.0)
             return Terminate(
                 newest.attempt, "it is not needed any more", 0.0 if newest.up_s is None else grace_s
             )
-        return policy(dataclasses.replace(view, max_nodes=view.max_nodes + len(view.doubted)))
+        if view.doubted:
+            view = dataclasses.replace(view, max_nodes=view.max_nodes + len(view.doubted))
+        return policy(view)
 
     return decide
 
@@ -193,13 +196,15 @@ def without_nodes(view: View, offers: Iterable[Offer]) -> View:
 def within_budget(policy: Policy, *, usd: float) -> Policy:
     """Stop just before `usd` are spent: what it costs to have all nodes gone is kept back
     (`reserve_usd`). Nothing is started that could not work for at least as long as it takes to
-    leave."""
+    leave. `policy` is told (`View.known.budget_usd`)."""
 
     def decide(view: View) -> Decision:
         bound = view.spent_usd + reserve_usd(view)
         if bound >= usd:
             return Stop(f"the budget of {usd:g} USD is spent")
-        decision = policy(view)
+        least_usd = usd if view.known.budget_usd is None else min(usd, view.known.budget_usd)
+        known = dataclasses.replace(view.known, budget_usd=least_usd)
+        decision = policy(dataclasses.replace(view, known=known))
         if not isinstance(decision, Launch):
             return decision
         launch_s, leave_s = view.times_of(decision.offer)

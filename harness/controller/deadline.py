@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +32,16 @@ from harness.controller.choosing import (
     usd_per_work,
 )
 from harness.controller.fleet import GRACE_S, SAFE, fleet
+from harness.controller.work_prices import (
+    CHEAPER_LATER,
+    COARSE,
+    PRICE_RATIO,
+    WORTH_IT,
+    WorkPrices,
+    as_share,
+    coarse_grid,
+    rounded,
+)
 from harness.core.known import CapacitySeen, SnapshotPace
 from harness.core.world import Decision, Launch, Node, Offer, Terminate, View, Wait
 from harness.market import lookahead
@@ -44,19 +53,12 @@ from harness.market.rates import (
     shut_since,
     spell_rates,
 )
-from harness.market.wandering import PricePath, PriceSwing, cheapest, swing_of
+from harness.market.wandering import PriceSwing
 
 PLACES = 32  # so many of the cheapest spot offers are thought about
 YOUNG_LOSSES = 0.5  # more of them are expected of a spell that begins than of one that goes on
 ASK_AGAIN_S = 3600.0  # a cheaper place that is full is not asked again before, by a run that trains
-# rounding, so that decisions that are nearly the same share what is computed
-CELLS, WORK_CELLS, PRICE_RATIO, SWING_RATIO = 240, 24, 1.1, 1.25
-# Of tables with prices that wander, each level of which takes as much time as a table without. So
-# many of their cells must be left of work, and to spare, for a wait for a lower price.
-COARSE, COARSE_WORK, LEAST_WORK, LEAST_SPARE = 120, 12, 2, 8
-CHEAPER_LATER = "spot will be cheaper in time: waiting costs less"
-# to let a node go and begin again later must save at least so many begins on demand
-WORTH_IT = 0.1
+CELLS, WORK_CELLS = 240, 24
 
 
 def deadline(
@@ -150,7 +152,7 @@ class NodeCase:
         dear = sorted((o for o in view.offers if not o.spot), key=usd_per_work)
         spot = heapq.nsmallest(PLACES, (o for o in view.offers if o.spot), key=usd_per_work)
         one = (dear or spot or [Offer(1.0, "none")])[0]
-        per_h = 3600 * one.speed * max(1, one.gpus) * known.efficiency(max(1, one.gpus))
+        per_h = 3600 * one.speed * one.workers * known.efficiency(one.workers)
         hours = HoursLeft(
             left / per_h,
             ((known.deadline_s or 0.0) - view.now_s) / 3600,
@@ -209,7 +211,8 @@ class NodeCase:
         if later is None or (saved := self._saved_later(later)) <= 0:
             return None
         for_h, dear = later.terms.cell_h, self.dear[0]
-        on_usd = self._swing.over(self._lowest, hours.work) / usd_per_work(dear)
+        swing = self._prices.swing(self._among) or PriceSwing(self._lowest)
+        on_usd = swing.over(self._lowest, hours.work) / usd_per_work(dear)
         on = (hours.work + hours.begin) * on_usd
         saved = max(saved, on - later.wait(OPEN, hours.work, hours.useful, for_h))
         until_s = self.view.now_s + 3600 * later.cheaper_in_h(hours.work, hours.useful, for_h)
@@ -272,7 +275,7 @@ class NodeCase:
         """A place that is worth a move: it must save twice what the move, and the losses that a
         young spell has more of, are expected to cost."""
         hours, now_s = self.hours, self.view.now_s
-        here = self._now(rented.offer)
+        here = self._prices.now(rented.offer)
         for offer in self._rooms:
             seen = self.view.known.capacity.get(offer.name)
             full = seen and seen.open is False and now_s - seen.seen_s < ASK_AGAIN_S
@@ -280,7 +283,9 @@ class NodeCase:
             if full or there >= here or offer.name == rented.offer.name:
                 continue
             stay_h = min(hours.work - hours.begin, 1 / self._losses_per_h(offer))
-            saved = self._over(rented.offer, here, stay_h) - self._over(offer, there, stay_h)
+            saved = self._prices.over(rented.offer, here, stay_h) - self._prices.over(
+                offer, there, stay_h
+            )
             move = self.view.known.move_usd if offer.place != rented.offer.place else 0.0
             move += there * hours.begin + YOUNG_LOSSES * (self._loss_usd(offer) + move)
             if saved * stay_h > 2 * move:
@@ -314,7 +319,7 @@ class NodeCase:
         """What the rest costs, at the rates that were seen and the price that spot has now."""
         cell_h, work_cells = grid(self.view, self.hours.work, self.hours.time, CELLS, WORK_CELLS)
         share = max(self._lowest / usd_per_work(self.dear[0]), 0.01)
-        price = _rounded(share, PRICE_RATIO)
+        price = rounded(share, PRICE_RATIO)
         return lookahead.outlook(
             Terms(self._rates(), price, self.hours.begin, cell_h, CELLS + 1, work_cells)
         )
@@ -335,33 +340,28 @@ class NodeCase:
     def _later(self) -> Outlook | None:
         """What the rest costs where prices wander: for waits for a lower one, and nothing else,
         since it is less exact. None: they stand still, or too little work or time is left."""
-        dear, swing, hours = usd_per_work((self.dear or self.spot)[0]), self._swing, self.hours
-        if not (self.dear and swing.swing):
+        swing, hours = self._prices.swing(self._among), self.hours
+        cells = coarse_grid(self.view, hours.work, hours.time, hours.spare)
+        if not self.dear or swing is None or cells is None:
             return None
-        cell_h, work_cells = grid(self.view, hours.work, hours.time, COARSE, COARSE_WORK)
-        if hours.work < LEAST_WORK * cell_h or hours.spare < LEAST_SPARE * cell_h:
-            return None
-        rounded = PriceSwing(
-            _rounded(swing.usual_usd / dear, PRICE_RATIO),
-            _rounded(swing.swing, SWING_RATIO),
-            _rounded(swing.pull_per_h, SWING_RATIO),
-        )
+        dear, (cell_h, work_cells) = usd_per_work(self.dear[0]), cells
+        share = as_share(swing, dear)
         seen = self.view.known.capacity.get(self._among[0].name)
         open_h = seen.age_s(self.view.now_s) / 3600 if seen and seen.open else 0.0
         rates = dataclasses.replace(self._rates(), open_class=class_of(open_h))
         found = lookahead.outlook(
             Terms(
                 rates,
-                rounded.usual_usd,
+                share.usual_usd,
                 hours.begin,
                 cell_h,
                 COARSE + 1,
                 work_cells,
-                rounded.swing,
-                rounded.pull_per_h,
+                share.swing,
+                share.pull_per_h,
             )
         )
-        return dataclasses.replace(found, level=rounded.level(self._lowest / dear))
+        return dataclasses.replace(found, level=share.level(self._lowest / dear))
 
     @functools.cached_property
     def _among(self) -> list[Offer]:
@@ -370,45 +370,13 @@ class NodeCase:
         return [*self._rooms, *held] or list(self.spot)
 
     @functools.cached_property
-    def _swing(self) -> PriceSwing:
-        """How the price of work wanders on the cheapest spot of those."""
-        names = {offer.name: offer for offer in self._among}
-        found = tuple(path for offer in names.values() if (path := self._path(offer)))
-        if not any(len(path) > 1 for path in found):
-            return PriceSwing(self._lowest)
-        swing = swing_of(cheapest(found), self._until_h)
-        return swing if swing.swing else PriceSwing(self._lowest)
-
-    @functools.cached_property
     def _lowest(self) -> float:
         """The price of work now on the cheapest of those."""
-        return min(map(self._now, self._among), default=usd_per_work(self.dear[0]))
-
-    def _path(self, offer: Offer) -> PricePath:
-        """The price of work on an offer, as far as it was seen."""
-        path = self.view.known.prices.get(offer.name, ())
-        of_node = offer.speed * max(1, offer.gpus)
-        return path if of_node == 1.0 else tuple((t, usd / of_node) for t, usd in path)
-
-    def _over(self, offer: Offer, usd: float, hours: float) -> float:
-        """What work costs there on average in the next hours, if it costs `usd` now."""
-        path = self._path(offer)
-        return swing_of(path, self._until_h).over(usd, hours) if len(path) > 1 else usd
-
-    @property
-    def _until_h(self) -> int:
-        return math.ceil(self.view.now_s / 3600)
-
-    def _now(self, offer: Offer) -> float:
-        """The price of work there now; a node goes by the price of its offer."""
-        return usd_per_work(self._offered.get(offer.name, offer))
+        return min(map(self._prices.now, self._among), default=usd_per_work(self.dear[0]))
 
     @functools.cached_property
-    def _offered(self) -> dict[str, Offer]:
-        found = {offer.name: offer for offer in self.spot}
-        for held in {node.offer.name for node in self.nodes} - {*found}:
-            found |= {offer.name: offer for offer in self.view.offers if offer.name == held}
-        return found
+    def _prices(self) -> WorkPrices:
+        return WorkPrices.of(self.view, self.spot, self.nodes)
 
     @functools.cached_property
     def _rooms(self) -> list[Offer]:
@@ -423,7 +391,7 @@ class NodeCase:
         """What an hour of one worker's work costs there, losses and a move included."""
         losses = self._losses_per_h(offer)
         stay_h = max(0.1, min(self.hours.work, 1 / losses))
-        price = self._over(offer, usd_per_work(offer), stay_h)
+        price = self._prices.over(offer, usd_per_work(offer), stay_h)
         away = offer.place not in ("", self._home())
         move_usd = self.view.known.move_usd if away else 0.0
         price *= 1 + self._snapshots(offer).share
@@ -456,8 +424,3 @@ class NodeCase:
         seen = self.view.known.capacity
         been = [o for o in self.view.offers if o.name in seen and seen[o.name].node_s > 0]
         return max(been, key=lambda o: seen[o.name].seen_s).place if been else ""
-
-
-def _rounded(value: float, ratio: float) -> float:
-    """To a power of it; 0 stays 0."""
-    return round(ratio ** round(math.log(value, ratio)), 4) if value > 0 else 0.0

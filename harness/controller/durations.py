@@ -111,4 +111,7 @@ class Durations:
         return self._of(offer).leaves.expected_s(drain_s + self.end_s(offer, usual_s))
 
     def _of(self, offer: str) -> _Measured:
-        return self._by_cloud.setdefault(cloud_of(offer), _Measured())
+        cloud = cloud_of(offer)
+        if (found := self._by_cloud.get(cloud)) is None:
+            found = self._by_cloud[cloud] = _Measured()
+        return found

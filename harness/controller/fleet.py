@@ -13,17 +13,23 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.controller.choosing import (
     LOOK_AGAIN_S,
     at_work,
+    began_s,
+    every,
     grid,
+    not_at_work,
     open_offers,
     until_next,
     usd_per_work,
 )
+from harness.controller.fleet_prices import PLACES, FleetAtPrice, by_cost, moved, snapshots_at
+from harness.controller.work_prices import CHEAPER_LATER
 from harness.core.world import Decision, Launch, Node, Offer, Terminate, View, Wait
 from harness.market.fluid import FleetOutlook, FleetTerms, fleet_outlook
 
@@ -72,10 +78,11 @@ class FleetCase:
     @classmethod
     def of(cls, view: View, left: float) -> FleetCase:
         most = max(1, view.max_nodes - len(view.doubted))
-        nodes = [n for n in view.alive if n.attempt not in view.doubted]
+        doubted = view.doubted
+        nodes = [n for n in view.alive if n.attempt not in doubted] if doubted else view.alive
         offers = _here(view, nodes)
         one = min([o for o in offers if not o.spot] or offers, key=usd_per_work)
-        ranks = most * max(1, one.gpus)
+        ranks = most * one.workers
         work_h = left / (3600 * one.speed * ranks * view.known.efficiency(ranks))
         time_h = ((view.known.deadline_s or 0.0) - view.now_s) / 3600
         begin_h = max(view.known.changeover_s, view.launch_s) / 3600
@@ -86,22 +93,21 @@ class FleetCase:
             FleetHours(work_h, time_h, begin_h, kept_h, view.known.lost_s / 3600),
             tuple(n for n in nodes if n.offer.spot),
             tuple(n for n in nodes if not n.offer.spot),
-            tuple(sorted((o for o in offers if o.spot), key=usd_per_work)),
+            by_cost(view, most, [o for o in offers if o.spot], work_h),
             tuple(sorted((o for o in offers if not o.spot), key=usd_per_work)),
         )
 
     def decide(self) -> Decision:
-        dear = open_offers(self.view, self.dear)
-        spot = [o for o in open_offers(self.view, self.spot) if not dear or self._pays(o, dear[0])]
-        replaced = {
-            old
-            for new, old in self.view.standing_in.items()
-            if any(node.attempt == new for node in self.rented)
-        }
+        room = open_offers(self.view, (*self.dear, *self.spot))
+        dear = [o for o in room if not o.spot]
+        spot = [o for o in room if o.spot and (not dear or self._pays(o, dear[0]))]
+        replaced = self._replaced()
         rented, most = len(self.rented), self.most
         missing = most - (rented + len(self.bought) - len(replaced))
         if done := self._settled():
             return done
+        if cheaper_later := self._for_price():
+            return cheaper_later
         if spot and missing > 0 and (self._safe(rented + missing + 1) or not dear):
             return self._ask(spot[0], "spot has room for more of the fleet")
         if missing > 0 and dear:
@@ -121,14 +127,52 @@ class FleetCase:
             )
         return Wait(until_next(self.view), "the fleet is as it should be")
 
+    def _for_price(self) -> Decision | None:
+        """Nobody stays, or begins, while spot is dear and there is time enough: for a whole fleet
+        on demand, and for the losses to come."""
+        if self.bought or not self.dear:
+            return None
+        if not self._safe(self.most + 1) or not moved(self.view, self.spot) or self._short():
+            return None
+        rooms = open_offers(self.view, self.spot)[:PLACES]
+        names = {offer.name for offer in rooms} | {node.offer.name for node in self.rented}
+        among = [offer for offer in self.spot if offer.name in names]
+        if not among:
+            return None
+        case = FleetAtPrice(
+            self.view,
+            self.most,
+            len(self.rented) / self.most if self.rented else min(1.0, self._share()),
+            self.rented,
+            tuple(among),
+            self.dear[0],
+            self.hours.work,
+            self.hours.time - self.view.known.look_s / 3600,
+            self._terms(),
+        )
+        if not self.rented:
+            return case.wait()
+        if not case.lets_go():
+            return None
+        first, *others = (node.attempt for node in self.rented)
+        return Terminate(first, CHEAPER_LATER, GRACE_S, tuple(others))
+
     def _safe(self, nodes: int) -> bool:
         """... when so many are on spot or missing, and some have yet to begin."""
+        missing = nodes + self._begun
+        return self.hours.safe(missing / self.most, min(nodes, len(self.rented) + 1))
+
+    @functools.cached_property
+    def _begun(self) -> int:
+        """How many have yet to begin, besides those that stand in for others."""
+        begun = not_at_work(self.view, self.rented + self.bought)
+        return sum(node.attempt not in self.view.standing_in for node in begun)
+
+    def _replaced(self) -> set[int]:
+        """Nodes in whose stead a spot node is there."""
         stand_ins = self.view.standing_in
-        begun = sum(
-            not at_work(self.view, n) and n.attempt not in stand_ins
-            for n in self.rented + self.bought
-        )
-        return self.hours.safe((nodes + begun) / self.most, min(nodes, len(self.rented) + 1))
+        rented = {node.attempt for node in self.rented} if stand_ins else set[int]()
+        return {old for new, old in stand_ins.items() if new in rented}
 
     # ---- parts of it -----------------------------------------------------------------------------
     def _ask(self, offer: Offer, why: str, beside: Node | None = None) -> Decision:
@@ -136,10 +180,13 @@ class FleetCase:
             self.view.standing_in
         ):
             return Wait(LOOK_AGAIN_S, "all nodes are there")
+        why += every(snapshots_at(self.view, self.most, offer).interval_s)
         return Launch(offer, why, None if beside is None else beside.attempt)
 
     def _settled(self) -> Decision | None:
         """Nodes on demand go when the spot nodes that stand in for them are at work."""
+        if not self.view.standing_in:
+            return None
         there = {node.attempt for node in self.bought}
         done = [
             self.view.standing_in[node.attempt]
@@ -170,8 +217,9 @@ class FleetCase:
 
     def _pays(self, offer: Offer, dear: Offer) -> bool:
         """Is spot cheaper when everybody's work is counted that goes with a node that is taken?"""
-        again = self._loss_per_h * self.most * self.hours.lost
-        return usd_per_work(offer) < (1 - again) * usd_per_work(dear)
+        pace = snapshots_at(self.view, self.most, offer)
+        again = self._loss_per_h * self.most * pace.lost_s / 3600
+        return usd_per_work(offer) * (1 + pace.share) < (1 - again) * usd_per_work(dear)
 
     def _worth_changing(self, bought: Node, offer: Offer) -> bool:
         here, there = usd_per_work(bought.offer), usd_per_work(offer)
@@ -186,7 +234,8 @@ class FleetCase:
     @functools.cached_property
     def _node_h(self) -> tuple[float, int]:
         """Hours that spot nodes were up here, added up, and how many were taken."""
-        node_s = sum(max(0.0, n.been_up_s(self.view.now_s)) for n in self.rented)
+        now_s, begins_s = self.view.now_s, began_s(self.rented)
+        node_s = sum([now_s - at_s for at_s in begins_s if at_s is not None and at_s < now_s])
         losses = 0
         for offer in self.spot:
             if seen := self.view.known.capacity.get(offer.name):
@@ -209,22 +258,23 @@ class FleetCase:
 
     def outlook(self) -> FleetOutlook:
         """What the rest costs, at the rates that were seen."""
+        return fleet_outlook(self._terms())
+
+    def _terms(self) -> FleetTerms:
         dear = usd_per_work(self.dear[0]) if self.dear else math.inf
         spot = usd_per_work(self.spot[0]) if self.spot else dear
         view, hours = self.view, self.hours
         cell_h, work_cells = grid(view, hours.work, hours.time, CELLS, WORK_CELLS)
-        return fleet_outlook(
-            FleetTerms(
-                _rounded(self._loss_per_h),
-                round(min(0.95, self._share()), 1),
-                view.min_nodes / self.most,
-                min(1.0, _rounded(spot / dear, 1.1)) if self.dear else 0.3,
-                round(hours.begin, 4),
-                round(hours.kept, 4),
-                cell_h,
-                CELLS + 1,
-                work_cells,
-            )
+        return FleetTerms(
+            _rounded(self._loss_per_h),
+            round(min(0.95, self._share()), 1),
+            view.min_nodes / self.most,
+            min(1.0, _rounded(spot / dear, 1.1)) if self.dear else 0.3,
+            round(hours.begin, 4),
+            round(hours.kept, 4),
+            cell_h,
+            CELLS + 1,
+            work_cells,
         )
 
 
@@ -239,8 +289,8 @@ def _here(view: View, nodes: Sequence[Node]) -> list[Offer]:
     """The offers of the place where most of the fleet is; of all places while there is none."""
     if not nodes:
         return list(view.offers)
-    places = [n.offer.place for n in nodes]
-    home = max(places, key=places.count)
+    places = Counter([n.offer.place for n in nodes])
+    home = max(places, key=places.__getitem__)
     return [o for o in view.offers if o.place == home] or list(view.offers)
 
 

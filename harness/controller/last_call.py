@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from harness.controller.choosing import LOOK_AGAIN_S, fill, open_offers, usd_per_work
-from harness.controller.value import staying, workers
+from harness.controller.value import staying
 from harness.core.world import (
     BadInput,
     Decision,
@@ -105,19 +105,19 @@ class _ByDeadline:
 
 def _home(view: View) -> str | None:
     """Where those are that train together; None: nobody is anywhere."""
-    found = [(n.offer.place, workers(n.offer), n.up_s is not None) for n in view.alive]
+    found = [(n.offer.place, n.offer.workers, n.up_s is not None) for n in view.alive]
     return meeting_place(found) if found else None
 
 
 def _power(offer: Offer) -> float:
     """Worker-seconds of work in a second of a node."""
-    return offer.speed * workers(offer)
+    return offer.speed * offer.workers
 
 
 def _seconds(view: View, left: float, offers: Iterable[Offer]) -> float:
     """That nodes of these offers need for the work."""
     found = list(offers)
-    ranks = sum(map(workers, found))
+    ranks = sum(offer.workers for offer in found)
     rate = sum(map(_power, found)) * view.known.efficiency(ranks)
     return left / rate if rate > 0 else float("inf")
 

@@ -92,8 +92,8 @@ class WorldKind:
         names = {offer.accelerator for offer in found}
         return cls(
             names.pop() if len(names) == 1 else "",
-            sum(max(1, offer.gpus) for offer in found),
-            sum(offer.speed * max(1, offer.gpus) for offer in found),
+            sum(offer.workers for offer in found),
+            sum(offer.speed * offer.workers for offer in found),
         )
 
 

@@ -53,7 +53,6 @@ class RunGoals:
     until one was seen. `look_s`: from one decision to the next."""
 
     deadline_s: float | None = None
-    budget_usd: float | None = None
     work_s: float = 0.0
     nodes: int = 1
     changeover_s: float = 300.0
@@ -118,7 +117,7 @@ class RunLearner:
         asked_s |= {n: node.asked_s for n, node in book.open.items()}
         learned.settle(book.offers, asked_s)
         if not self._said_work and offers:  # once: offers come and go
-            fastest = max(offer.speed * max(1, offer.gpus) for offer in offers)
+            fastest = max(offer.speed * offer.workers for offer in offers)
             self._said_work = wanted.work_s * wanted.nodes * fastest
         session, timings = learned.session, learned.timings(book.offers)
         batch = (session.global_batch, session.micro_batch) if session else (0, 0)
@@ -146,7 +145,6 @@ class RunLearner:
                 self._store.url, places, {offer.place for offer in offers}, nbytes
             ),
             deadline_s=wanted.deadline_s,
-            budget_usd=wanted.budget_usd,
         )
         for kind, found in reversed(timings.items()):  # the newest that says enough
             if known.total_steps and sum(t.steps for t in found) >= LEAST_STEPS:

@@ -34,11 +34,11 @@ class BeatListener:
     members: set[int] = field(default_factory=set)  # attempts that ever had one
     sought_s: float = -math.inf
 
-    def strangers(self, known: Container[int], now: float) -> set[int]:
+    def strangers(self, now: float, *known: Container[int]) -> set[int]:
         """Attempts that have a member, and that nobody intended as far as is known."""
         if now - self.sought_s >= SEEK_S:
             self.members, self.sought_s = self.beats.attempts(), now
-        return {attempt for attempt in self.members if attempt not in known}
+        return {n for n in self.members if not any(n in attempts for attempts in known)}
 
     @property
     def unsilent(self) -> set[int]:

@@ -15,9 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harness.controller.combinators import without_nodes
 from harness.controller.policies import usd_per_work
 from harness.core import batch
+from harness.core.mesh import ModelMesh
 from harness.core.world import BadInput, Launch, Offer, Policy, Stop, View, Wait
+from harness.views.words import clock
 from storage.text import plain
 
 SHOWN = 15
@@ -42,6 +45,7 @@ class LaunchPlan:
     measured: Measured | None
     budget_usd: float | None
     replica_ranks: int = 1  # workers that do one micro-batch together
+    mesh: ModelMesh | None = None  # how workers share one copy of the model
 
     def usd_per_step(self, offer: Offer) -> float | None:
         """Of a step on any number of nodes of this offer (twice the nodes, half the time);
@@ -56,8 +60,9 @@ class LaunchPlan:
         choice: the accumulation. Workers that make no whole replica wait."""
         if self.choice is None or self.micro_batches is None:
             return None
-        ranks = nodes * max(1, self.choice.gpus)
-        whole = ranks - ranks % self.replica_ranks
+        ranks = nodes * self.choice.workers
+        together = self.replica_ranks if self.mesh is None else self.mesh.copy_ranks
+        whole = ranks - ranks % together
         try:
             return batch.plan(self.micro_batches, whole, replica_ranks=self.replica_ranks).shares
         except BadInput:
@@ -79,6 +84,7 @@ class LaunchPlan:
             "choice": self.choice.name if self.choice else None,
             "why": self.why,
             "replica_ranks": self.replica_ranks,
+            "mesh": str(self.mesh or ""),
             "accumulation": {n: self.shares(n) for n in sorted(set(self.nodes))},
         }
 
@@ -93,14 +99,18 @@ def make(
     measured: Measured | None = None,
     budget_usd: float | None = None,
     replica_ranks: int = 1,
+    mesh: ModelMesh | None = None,
+    view: View | None = None,
 ) -> LaunchPlan:
     """Ask the policy again and again, as if every offer that it takes were full: that is its
-    order."""
+    order. `view`: what it knows besides the offers; of a run that has no nodes, whatever is there
+    now."""
+    known = View(0.0, 0.0, *nodes, (), ()) if view is None else view
     order: list[Offer] = []
     left = sorted(offers)
     first: tuple[Offer | None, str] | None = None
     while left:
-        decision = policy(View(0.0, 0.0, *nodes, (), tuple(left)))
+        decision = policy(without_nodes(known, left))
         if first is None:
             first = (
                 (decision.offer, decision.reason)
@@ -122,10 +132,15 @@ def make(
         measured,
         budget_usd,
         replica_ranks,
+        mesh,
     )
 
 
 def _words(decision: object) -> str:
+    if isinstance(decision, Wait) and decision.expected_s is not None:
+        until = f"{decision.reason}, probably until {clock(decision.expected_s)} UTC"
+        saves = f" (saves about {decision.saving_usd:.2f} USD)" if decision.saving_usd else ""
+        return until + saves
     return decision.reason if isinstance(decision, (Wait, Stop)) else str(decision)
 
 
@@ -198,7 +213,7 @@ def show(plan: LaunchPlan, console: Console) -> None:
         return
     low, high = plan.nodes
     for nodes in sorted({low, high}):
-        ranks, usd = nodes * max(1, plan.choice.gpus), nodes * plan.choice.usd_per_h
+        ranks, usd = nodes * plan.choice.workers, nodes * plan.choice.usd_per_h
         spread = _spread(plan, nodes)
         hours = (
             f", {plan.budget_usd / usd:.1f} h for {plan.budget_usd:g} USD"

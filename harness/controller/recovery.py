@@ -228,9 +228,10 @@ class Loop:
         nobody asked for."""
         book = self.book
         shown = {node.attempt: node for node in self.world.cloud.nodes()}
-        self.shown, self.there = set(shown), {n for n, node in shown.items() if node.alive}
-        # most of a large fleet is as it was a moment ago
+        # most of a large fleet is as it was a moment ago, when it was alive
         fresh = [n for n in shown.values() if book.open.get(n.attempt) is not n]
+        self.shown = set(shown)
+        self.there = self.shown - {n.attempt for n in fresh if not n.alive}
         for node in [n for n in fresh if n.alive and book.hidden(n.attempt)]:
             self.note(
                 AttemptIntended(
@@ -267,7 +268,7 @@ class Loop:
         now, book = self.world.clock.now(), self.book
         unshown = {n: node for n, node in book.open.items() if n not in self.shown}
         lost = book.given_up(now) | self.late.keys()
-        strangers = self.listener.strangers({*book.open, *book.ended}, now) - self.there
+        strangers = self.listener.strangers(now, book.open, book.ended) - self.there
         lost = (lost | strangers) - self.there - book.open.keys()
         heard = self.listener.listen({*unshown, *lost}, now)
         self.unknown = strangers & self.listener.unsilent
@@ -371,7 +372,7 @@ class Loop:
         """By cloud, of these offers and of open attempts: seconds that a launch takes, and that a
         node is billed after it was asked to leave. "": where there are none."""
         seen, run = self.book.durations, self.run
-        names = [o.name for o in (*offers, *(n.offer for n in self.book.open.values()))]
+        names = {o.name for o in offers} | {n.offer.name for n in self.book.open.values()}
         return {
             cloud: (
                 seen.launch_s(cloud, run.launch_s),
@@ -382,6 +383,8 @@ class Loop:
 
     def tell_limits(self) -> None:
         """Leave to the nodes what they need to keep the limits without us. Raises StoreError."""
+        if self.limits.done:
+            return
         now, book = self.world.clock.now(), self.book
         times = self.times([n.offer for n in self.strays])
         self.limits.tell(
@@ -409,7 +412,7 @@ class Loop:
                 self.wait(Wait(self.run.poll_s, why))
             case Launch(offer, reason, instead_of) if self.room(offer, instead_of):
                 attempt = self.book.next_attempt
-                self.note(AttemptIntended(attempt, dataclasses.asdict(offer), reason, instead_of))
+                self.note(AttemptIntended(attempt, {**vars(offer)}, reason, instead_of))
                 self.journal.flush()
                 self.tell_limits()  # with this node's price: we may not live to see it come up
                 self.lease.check()

@@ -7,12 +7,14 @@ their prices.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import statistics
 from collections.abc import Iterable
 
 from harness.controller.choosing import usd_per_work
+from harness.core.known import Knowledge, SnapshotPace
 from harness.core.prices import transfer_usd
 from harness.core.world import Node, Offer, View, meeting_place
 from harness.market.rates import losses_per_h
@@ -31,10 +33,10 @@ class Worth:
     def __init__(self, view: View, per_work: bool = True):
         self.known = view.known
         there = staying(view)
-        self.ranks = sum(map(workers, there))
+        self.ranks = sum(node.offer.workers for node in there)
         self.nodes = view.max_nodes
         self.missing = max(1, view.max_nodes - len(there))
-        found = [(n.offer.place, workers(n.offer), n.up_s is not None) for n in view.alive]
+        found = [(n.offer.place, n.offer.workers, n.up_s is not None) for n in view.alive]
         # the place where snapshots are read for nothing
         self.home = self.known.home or meeting_place(found)
         self.measured = measured_speeds(view)
@@ -88,7 +90,7 @@ class Worth:
 
     def _work(self, offer: Offer) -> float:
         """Of an hour on it, without interruptions."""
-        each = workers(offer)
+        each = offer.workers
         if each not in self._shares:
             self._shares[each] = self._even_share(each)
         return self._shares[each] * self._speed(offer)
@@ -99,7 +101,7 @@ class Worth:
         if not self.per_work:
             return 1.0
         ratio = self.measured.get(offer.accelerator, self.measured.get("", 1.0))
-        return ratio * offer.speed * workers(offer)
+        return ratio * offer.speed * offer.workers
 
     def _even_share(self, each: int) -> float:
         """Share of the workers that is at work in the world that nodes of so many workers each will
@@ -126,14 +128,13 @@ class Worth:
         seen = self.known.capacity.get(offer.name) if offer.spot else None
         key = (offer.name if seen else "", offer.spot, offer.place)
         if key not in self._losses:
-            loss_per_h, unnoticed_per_h = losses_per_h(seen) if self._risky(offer) else (0, 0)
+            losses = losses_per_h(seen) if self._risky(offer) else (0.0, 0.0)
             pace = self.known.snapshots(seen, self.nodes)
-            lost_h = (
-                loss_per_h * self.known.changeover_s + unnoticed_per_h * pace.lost_s * self.nodes
-            ) / 3600
-            stay_h = 1 / max(loss_per_h, 1 / LONGEST_STAY_H)
-            share = pace.share if self._losses_known else 0.0
-            self._losses[key] = (1 - share) * math.exp(-lost_h), self._move_usd(offer) / stay_h
+            if not self._losses_known:
+                pace = dataclasses.replace(pace, share=0.0)
+            stay_h = 1 / max(losses[0], 1 / LONGEST_STAY_H)
+            useful = useful_share(self.known, losses, pace, self.nodes)
+            self._losses[key] = useful, self._move_usd(offer) / stay_h
         return self._losses[key]
 
     def interval_s(self, offer: Offer) -> float:
@@ -158,9 +159,14 @@ class Worth:
         )
 
 
-def workers(what: Offer | Node) -> int:
-    """Of one node."""
-    return max(1, (what.offer if isinstance(what, Node) else what).gpus)
+def useful_share(
+    known: Knowledge, losses: tuple[float, float], pace: SnapshotPace, nodes: int
+) -> float:
+    """Of the hours that are paid for in a world of so many nodes. `losses`: of one of them, per
+    hour: all, and those without notice."""
+    per_h, unnoticed_per_h = losses
+    lost_h = (per_h * known.changeover_s + unnoticed_per_h * pace.lost_s * nodes) / 3600
+    return (1 - pace.share) * math.exp(-lost_h)
 
 
 def staying(view: View) -> list[Node]:

@@ -108,6 +108,8 @@ class Knowledge:
     move_usd: float = 0.0  # for the snapshot to leave the region, once
     home: str = ""  # the place (`Offer.place`) where snapshots are read for nothing
     deadline_s: float | None = None  # the run's clock
+    # what may be spent, as `View.spent_usd` counts: the lowest limit that this policy is within
+    # (`within_budget`); None: there is none
     budget_usd: float | None = None
     capacity: Mapping[str, CapacitySeen] = field(default_factory=dict)  # by offer
     # by offer: (when, USD per hour) of each change that was seen, the oldest first

@@ -68,6 +68,11 @@ class Offer:
     # nodes of one place reach each other ("aws/us-east-1"); "": all that have none do
     place: str = ""
 
+    @property
+    def workers(self) -> int:
+        """Of one node: one for each GPU."""
+        return max(1, self.gpus)
+
 
 class NodeState(str, Enum):
     """What the cloud says of one attempt's node."""

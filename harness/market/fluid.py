@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.market.lookahead import LATE, place_below
-from harness.market.wandering import chances
+from harness.market.lookahead import LATE
+from harness.market.wandering import chances, place_below
 
 LEVELS = 5  # of the share on spot: 0, 1/4, ... 1
 WITHOUT, WITH = 0, 1  # what is made up on demand

@@ -24,11 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.market.wandering import (
-    chances,
-    hours_until,
+    hours_until_one,
+    level_after,
     level_factor,
     level_factors,
-    level_rates,
+    level_moves,
+    place_below,
 )
 
 CostVector: TypeAlias = NDArray[np.float64]
@@ -197,8 +198,7 @@ class Outlook:
             at = dataclasses.replace(self, level=float(level))
             begins.append(at.rent(work_h, time_h) <= at.wait(OPEN, work_h, time_h, for_h))
         spare_h = max(0.0, time_h - work_h - self.terms.changeover_h)
-        hours = np.minimum(spare_h, hours_until(level_rates(self.terms.pull_per_h), begins))
-        return float(np.interp(self.level, np.arange(len(hours)), hours))
+        return hours_until_one(self.terms.pull_per_h, self.level, begins, spare_h)
 
     def _bereft(self, work_h: float, time_h: float, after_h: float) -> float:
         """When spot is lost so much later."""
@@ -219,17 +219,9 @@ class Outlook:
         later = high[..., 0] * (1 - g) + high[..., 1] * g
         found = sooner * (1 - f) + later * f
         if len(found) > 1:
-            at, f = place_below(self.level, len(found) - 1)
-            levels = _price_moves(self.terms, after_h)
-            found = (levels[at : at + 1] * (1 - f) + levels[at + 1 : at + 2] * f) @ found
+            found = level_after(self.terms.pull_per_h, self.level, after_h)[None] @ found
         of_states: CostVector = found[0]
         return of_states
-
-
-def place_below(at: float, most: int) -> tuple[int, float]:
-    """The place below, and how far it is to the next."""
-    at = min(max(at, 0.0), most - 1e-6)
-    return int(at), at - int(at)
 
 
 def outlook(terms: Terms) -> Outlook:
@@ -276,7 +268,10 @@ class _Stage:
         self.begin_market, kept, lost = _single(begin.market, begin.kept[0], begin.lost[:1])
         self.begin_kept, self.begin_lost = kept, float(lost[0])
         self.levels = _single(  # in a cell, a begin, and half of one
-            *(_price_moves(terms, n * cell_h) for n in (1, self.cells, (self.cells + 1) // 2))
+            *(
+                level_moves(terms.pull_per_h, n * cell_h)
+                for n in (1, self.cells, (self.cells + 1) // 2)
+            )
         )
         (prices,) = _single(np.array(terms.prices))
         self.cell_usd = np.float32(cell_h)
@@ -328,16 +323,6 @@ class _Stage:
 
 def _single(*arrays: CostVector) -> tuple[NDArray[np.float32], ...]:
     return tuple(a.astype(np.float32) for a in arrays)
-
-
-def _price_moves(terms: Terms, hours: float) -> CostVector:
-    """Of the level of the price: chances, from level to level."""
-    return _level_moves(terms.pull_per_h, round(hours, 6))
-
-
-@functools.lru_cache(maxsize=MOST_MOVES)
-def _level_moves(pull_per_h: float, hours: float) -> CostVector:
-    return chances(level_rates(pull_per_h), hours)
 
 
 def _mixed(levels: NDArray[np.float32], costs: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -110,6 +110,39 @@ def hours_until(rates: NDArray[np.float64], wanted: Sequence[bool]) -> NDArray[n
     return found
 
 
+@functools.lru_cache(maxsize=4096)
+def _moves(pull_per_h: float, hours: float) -> NDArray[np.float64]:
+    return chances(level_rates(pull_per_h), hours)
+
+
+def level_moves(pull_per_h: float, hours: float) -> NDArray[np.float64]:
+    """Chances to go from level to level within so many hours."""
+    return _moves(pull_per_h, round(hours, 6))
+
+
+def level_after(pull_per_h: float, level: float, hours: float) -> NDArray[np.float64]:
+    """Chances of each level, so many hours after one that may lie between two."""
+    at, f = place_below(level, LEVELS - 1)
+    found = level_moves(pull_per_h, hours)
+    chance: NDArray[np.float64] = found[at] * (1 - f) + found[at + 1] * f
+    return chance
+
+
+def hours_until_one(
+    pull_per_h: float, level: float, wanted: Sequence[bool], most_h: float
+) -> float:
+    """How long it takes on average until one of those levels is reached that are wanted; not longer
+    than `most_h`. `level`: as of now, it may lie between two."""
+    hours = np.minimum(most_h, hours_until(level_rates(pull_per_h), wanted))
+    return float(np.interp(level, np.arange(len(hours)), hours))
+
+
+def place_below(at: float, most: int) -> tuple[int, float]:
+    """The place below, and how far it is to the next."""
+    at = min(max(at, 0.0), most - 1e-6)
+    return int(at), at - int(at)
+
+
 # ---- learned -------------------------------------------------------------------------------------
 @functools.lru_cache(maxsize=2048)
 def swing_of(path: PricePath, until_h: int) -> PriceSwing:

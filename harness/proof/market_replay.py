@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from harness.bucket.layout import LEAVE, order_key
 from harness.bucket.lease import Lease
+from harness.controller import policies
 from harness.controller.book import Book
 from harness.controller.learning import PriceBook
 from harness.controller.recovery import RunOutcome, RunSpec, recover
@@ -118,7 +119,9 @@ class MarketReplay:
         job: ReplayJob,
         policy: Policy,
     ):
-        self.job, self.policy, self.rng = job, policy, random.Random(0)
+        self.job, self.rng = job, random.Random(0)
+        # not a limit of the run: it would be written down for nodes, and none of these reads it
+        self.policy = policies.within_hours(policy, hours=job.limit_h)
         self.fleet = MarketFleet(zones, first, job)
         self.clock = TickClock(self.fleet.tick_s, self._tick)
         self.store = SortedStore()
@@ -128,7 +131,6 @@ class MarketReplay:
         self.run = RunSpec(
             *job.nodes,
             poll_s=self.fleet.tick_s,
-            max_hours=job.limit_h,
             max_hours_without_progress=job.limit_h,
             max_attempts_without_progress=10**9,
             block_limit_s=0.5 * self.fleet.tick_s,

@@ -24,11 +24,15 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from harness.bucket.epochs import read_epoch
 from harness.bucket.journal import read_records
 from harness.bucket.layout import IDENTITY, SAMPLES, Identity
 from harness.core import records as rec
 from harness.core.batch import replicas_of
+from harness.core.mesh import parse
+from harness.core.values import BadObject
 from harness.core.world import BadInput, HarnessError
+from storage.errors import NotFound
 from storage.manifest import PARTS, Manifest
 from storage.objects import ObjectStore
 from storage.opening import open_store
@@ -88,12 +92,16 @@ def replay(
     told = os.environ.get("HARNESS_REPLICA_RANKS", "")
     replica_ranks = int(told) if told.isdecimal() else original[start + 1].replica_ranks
     replicas_of(world, replica_ranks)
+    mesh = os.environ.get("HARNESS_MESH") or _mesh_of(store, original[start + 1].epoch)
+    if mesh:
+        parse(mesh).sizes(world)
     copy = open_store(str(scratch))
     _copy(store, copy, source.load(found[start]))
     extra = {
         "HARNESS_EPOCH": str(found[start].epoch + 1),
         "HARNESS_UNTIL_STEP": str(last),
         "HARNESS_REPLICA_RANKS": str(replica_ranks),
+        "HARNESS_MESH": mesh,
     }
     if rec.is_foreign(identity):  # a trainer that is not ours made the steps, and shall again
         extra["HARNESS_ADAPT"] = str(identity["adapter"])
@@ -110,6 +118,14 @@ def replay(
     if last in found:
         weights = _compare_weights(source, source.load(found[last]), Snapshots(copy), again)
     return Replay(start + 1, last, world, difference, weights, str(again.data.get("weights")))
+
+
+def _mesh_of(store: ObjectStore, epoch: int) -> str:
+    """How its ranks shared a copy of the model; "": each by itself, or nobody knows."""
+    try:
+        return read_epoch(store, epoch).mesh
+    except (NotFound, BadObject):
+        return ""
 
 
 def _copy(store: ObjectStore, copy: ObjectStore, manifest: Manifest) -> None:

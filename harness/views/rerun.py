@@ -45,7 +45,7 @@ class SetupFound:
     at: SetupAt
     setup: Setup
     launch: Setup | None
-    replica_ranks: int  # see layout.Epoch
+    world_flags: str  # of `harness run`: replicas, mesh
     others: tuple[str, ...]  # in words: other ways in which the run was set up
 
 
@@ -74,15 +74,19 @@ def find(store: ObjectStore, step: int | None) -> SetupFound:
     launches = list_setups(store, LAUNCH)
     launch = readable(store, launches[-1:] if step else launches[:1])
     others = tuple(_others(store, places, at, setup))
-    ranks = _replica_ranks(store, at.number)
-    return SetupFound(store.url, step or 1, epoch, at, setup, launch, ranks, others)
+    world = _world_flags(store, at.number)
+    return SetupFound(store.url, step or 1, epoch, at, setup, launch, world, others)
 
 
-def _replica_ranks(store: ObjectStore, epoch: int) -> int:
+def _world_flags(store: ObjectStore, epoch: int) -> str:
+    """What `harness run` is told, so that its worlds are like that one."""
     try:
-        return read_epoch(store, epoch).replica_ranks
+        found = read_epoch(store, epoch)
     except (NotFound, BadObject):
-        return 1
+        return ""
+    if found.mesh:
+        return f" --mesh {_quoted(found.mesh)}"
+    return f" --replica-ranks {found.replica_ranks}" if found.replica_ranks > 1 else ""
 
 
 def _epoch_of(store: ObjectStore, step: int) -> int:
@@ -231,9 +235,7 @@ def _packages(found: SetupFound, here: bool) -> Iterator[str]:
 
 
 def _run(found: SetupFound) -> str:
-    ranks = found.replica_ranks
-    more = f" --replica-ranks {ranks}" if ranks > 1 else ""
-    return f'harness run --run "$RUN"{more} -- {_words(found.setup.argv)}'
+    return f'harness run --run "$RUN"{found.world_flags} -- {_words(found.setup.argv)}'
 
 
 def _launch(found: SetupFound, launch: Setup) -> Iterator[str]:

@@ -10,21 +10,28 @@ import torch.distributed as dist
 from torch import nn
 
 
-def same_everywhere(model: nn.Module, across: dist.ProcessGroup | None = None) -> None:
+def same_everywhere(
+    model: nn.Module,
+    across: dist.ProcessGroup | None = None,
+    copies: dist.ProcessGroup | None = None,
+) -> None:
     """Give every replica the parameters and buffers of the first (a model built with other
     randomness would train apart).
 
     `across`: the ranks at the same place of all replicas; then DTensors, whose shards lie within a
-    replica, are given too. None: every rank is a replica, and DTensors are of all.
+    replica, are given too. None: every rank is a replica, and DTensors are of all. `copies`: the
+    ranks at the same place of all copies, where a copy is shared by several replicas: then DTensors
+    are given to these.
     """
     if not dist.is_initialized() or dist.get_world_size(across) == 1:
         return
+    of_shards = across if copies is None else copies
     tensors: Iterable[Any] = [*model.parameters(), *model.buffers()]
     with torch.no_grad():
         for tensor in tensors:
             if hasattr(tensor, "to_local"):
-                if across is not None:
-                    _broadcast(tensor.to_local(), across)
+                if of_shards is not None and dist.get_world_size(of_shards) > 1:
+                    _broadcast(tensor.to_local(), of_shards)
             elif 0 not in tensor.stride():
                 _broadcast(tensor.detach(), across)
 

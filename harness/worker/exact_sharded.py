@@ -52,6 +52,14 @@ class ExactSharded(Sharded):
             self.parameters, {id(p): name for name, p in model.named_parameters()}, word
         )
         self._last = self._filler = False
+        if self.replica_ranks > 1:
+            raise BadInput(
+                f"reduce={self.sums!r} sums over dp_shard and dp_replicate; found tp="
+                f"{self.replica_ranks}: use reduce='fast', or a mesh without tp"
+            )
+        mesh: Any = self.parameters[0].device_mesh  # type: ignore[attr-defined]
+        # the ranks at the same place of all copies of the model; None: there is one copy
+        self._copies = mesh.get_group("dp_replicate") if mesh.ndim > 1 else None
         self._groups: list[_Group] = []
         index = {id(p): i for i, p in enumerate(self.parameters)}
         for param_group in fsdp_groups(model):
@@ -180,6 +188,8 @@ class ExactSharded(Sharded):
         for group in self._groups:
             if group.work is not None:
                 group.work.wait()
+            if self._copies is not None and group.mine is not None:
+                dist.all_reduce(group.mine, group=self._copies)
             group.work = group.wire = None
         self._last = False
         if repeat:
@@ -216,14 +226,15 @@ class ExactSharded(Sharded):
     def norm(self) -> torch.Tensor:
         parts = [g.view(-1) for g in self._local()]
         numel = sum(p.numel() for p in self.parameters)
+        copy = self._groups[0].process_group  # the ranks that hold one together
         if self.counting.world == 1:
             return exact_norm(parts, numel, self.counting.device)
         return exact_norm(
             parts,
             numel,
             self.counting.device,
-            lambda t: dist.all_reduce(t, op=dist.ReduceOp.MAX),
-            dist.all_reduce,
+            lambda t: dist.all_reduce(t, op=dist.ReduceOp.MAX, group=copy),
+            lambda t: dist.all_reduce(t, group=copy),
         )
 
     def _clear(self) -> None:

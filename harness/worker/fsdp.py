@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
-from harness.worker.sharding import shard
+from harness.worker.sharding import FSDP_DIMS, shard
 
 if TYPE_CHECKING:
     from harness.worker.session import Session
 
 
 def fsdp2(model: nn.Module, run: Session, blocks: list[nn.Module] | None = None) -> nn.Module:
-    """Shard the model over all ranks (FSDP2). Call before the optimizer is made: it replaces the
-    parameters.
+    """Shard the model over all ranks, or over those of `attach(mesh={"dp_shard": ...})` (FSDP2);
+    then gradients are summed within a copy of the model first, and over copies next. What is split
+    by tensor parallelism over `run.mesh["tp"]` is so before. Call before the optimizer is made: it
+    replaces the parameters.
 
     `blocks` (default: the members of every ModuleList) are sharded one after the other, so no
     device ever holds the whole model. A model on the meta device (`with torch.device("meta")`) gets
@@ -25,5 +27,9 @@ def fsdp2(model: nn.Module, run: Session, blocks: list[nn.Module] | None = None)
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    shard(model, run.device, blocks, run.seed)
+    peers = run._peers
+    if peers.model_mesh is None:
+        shard(model, run.device, blocks, run.seed)
+    else:
+        shard(model, run.device, blocks, run.seed, run.mesh[FSDP_DIMS], peers.across)
     return model

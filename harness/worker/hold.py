@@ -75,7 +75,7 @@ class Hold:
         """Agree who writes what; `still` in files of its own. Raises BadInput on all ranks if they
         do not hold the same."""
         if self._peers.control is not None:
-            size = self._peers.replica_ranks
+            size = self._peers.copy_ranks
             mine = replicas.held(common(tensors), common(plain), within_replicas=size > 1)
             said = (mine.total(), mine.shards_total(), environment(self._peers.device))
             totals, shards, kinds = zip(*self._peers.gather(said), strict=True)
@@ -88,7 +88,7 @@ class Hold:
         """All ranks come here. `alike`: they are of one kind; else their arithmetic may differ,
         and so may what it made. Raises BadInput."""
         leaves, shards = zip(*self._peers.gather((mine.leaves(), mine.shards)), strict=True)
-        found, size = replicas.differing(leaves), self._peers.replica_ranks
+        found, size = replicas.differing(leaves), self._peers.copy_ranks
         for place in range(size):
             ranks = range(place, self._peers.world, size)
             found += replicas.differing(shards[place::size], ranks)

@@ -19,7 +19,13 @@ from torch import nn
 from harness.core.world import BadInput
 from harness.worker.norm_once import once as norm_once
 from harness.worker.norms import has_sync_norm
-from harness.worker.sharding import check_sharding, is_sharded, needs
+from harness.worker.sharding import (
+    check_sharding,
+    copies_of,
+    is_sharded,
+    needs,
+    tensor_parallel_ranks,
+)
 
 BUCKET_BYTES = 25 << 20
 
@@ -300,7 +306,7 @@ class Replicated:
 
 class Sharded:
     """FSDP2: parameters and gradients are DTensors; reduce-scatter sums them during the last
-    backward."""
+    backward, within a copy of the model; all-reduce next, over copies, if there are several."""
 
     name, equal_rounds, may_repeat = "fsdp2", True, False
     sums, replica_ranks = "fast", 1
@@ -314,6 +320,8 @@ class Sharded:
         inside = {id(child) for m in self._modules for child in m.modules() if child is not m}
         self._roots = [m for m in self._modules if id(m) not in inside]
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        # ranks that are given the same samples, as they share matrix products
+        self.replica_ranks = max(tensor_parallel_ranks(p) for p in self.parameters)
         needs(
             FSDPModule,
             "harness.fsdp2",
@@ -339,12 +347,12 @@ class Sharded:
     def reduce(self) -> None:
         """FSDP has waited for its reduce-scatters at the end of the backward."""
 
+    def _with_grad(self) -> list[nn.Parameter]:
+        return [p for p in self.parameters if p.grad is not None]
+
     def _local(self) -> list[torch.Tensor]:
-        return [
-            p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
-            for p in self.parameters
-            if p.grad is not None
-        ]
+        grads = [p.grad for p in self._with_grad()]
+        return [getattr(g, "to_local", lambda g=g: g)() for g in grads]
 
     def divide(self, weight: float | torch.Tensor) -> None:
         if not _is_one(weight):
@@ -352,11 +360,13 @@ class Sharded:
                 grad.div_(weight)
 
     def norm(self) -> torch.Tensor:
-        """Every element lies on one rank, so the ranks' squares add up (`check_sharding` has
-        seen to that)."""
-        grads = self._local()
+        """Every element lies on as many ranks as `copies_of` says (`check_sharding` has seen to
+        that), so the ranks' squares add up."""
         squares = torch.stack(
-            [torch.linalg.vector_norm(g, dtype=torch.float32) ** 2 for g in grads]
+            [
+                torch.linalg.vector_norm(g, dtype=torch.float32) ** 2 / copies_of(p)
+                for g, p in zip(self._local(), self._with_grad(), strict=True)
+            ]
         ).sum()
         dist.all_reduce(squares)
         return squares.sqrt()

@@ -12,7 +12,7 @@ import datetime
 import functools
 import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from harness.core.batch import replicas_of
+from harness.core.mesh import DP_REPLICATE, ModelMesh, mesh_of, parse
 from harness.core.world import BadInput, HarnessError
 from harness.node.progress import ProgressFile, WorkerPhase
 from harness.worker.hidden import ONE_GPU
@@ -65,17 +66,28 @@ class Peers:
 
     `replica_ranks`: of each replica; `replicas`: how many there are; `replica`: which of them this
     rank is in; `leads_replica`: it is the first rank of it, and speaks for it where each replica
-    counts once.
+    counts once. `model_mesh`: as it was asked for; `copy_ranks`: ranks that hold one copy of the
+    model together, one replica or several.
     """
 
-    def __init__(self, environ: dict[str, str], replica_ranks: int | None = None):
+    def __init__(
+        self,
+        environ: dict[str, str],
+        replica_ranks: int | None = None,
+        asked_mesh: Mapping[str, int] | None = None,
+    ):
         """Raises BadInput."""
         self.life = ProgressFile(environ.get("HARNESS_PROGRESS"))
         self.life.tell(WorkerPhase.START)
         self.rank = int(environ.get("RANK", 0))
         self.local_rank = int(environ.get("LOCAL_RANK", 0))
         self.world = int(environ.get("WORLD_SIZE", 1))
-        self.replica_ranks = _replica_ranks(environ, replica_ranks)
+        self.model_mesh = _model_mesh(environ, asked_mesh)
+        self.replica_ranks = _replica_ranks(environ, replica_ranks, self.model_mesh)
+        self.copy_ranks = self.replica_ranks
+        if self.model_mesh is not None:
+            self.model_mesh.sizes(self.world)  # refused before anybody meets
+            self.copy_ranks = self.model_mesh.copy_ranks
         self.replicas = replicas_of(self.world, self.replica_ranks)
         self.replica = self.rank // self.replica_ranks
         self.leads_replica = self.rank % self.replica_ranks == 0
@@ -122,8 +134,8 @@ class Peers:
 
     @functools.cached_property
     def mesh(self) -> DeviceMesh:
-        """Of dimensions "replicas" and "ranks" (of one replica). All ranks ask for it at the same
-        point. Raises BadInput without a process group."""
+        """Of the dimensions of `model_mesh`; without one "replicas" and "ranks" (of one replica).
+        All ranks ask for it at the same point. Raises BadInput without a process group."""
         from torch.distributed.device_mesh import init_device_mesh
 
         if not dist.is_initialized():
@@ -131,14 +143,27 @@ class Peers:
                 "run.mesh: wanted a process group, found a single process without one; start it "
                 "with `harness run` or torchrun"
             )
-        shape = (self.replicas, self.replica_ranks)
-        return init_device_mesh(self.device.type, shape, mesh_dim_names=("replicas", "ranks"))
+        sizes = {"replicas": self.replicas, "ranks": self.replica_ranks}
+        if self.model_mesh is not None:
+            sizes = self.model_mesh.sizes(self.world)
+        shape, names = tuple(sizes.values()), tuple(sizes)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
-    @property
+    @functools.cached_property
     def across(self) -> dist.ProcessGroup | None:
         """The ranks at the same place of all replicas; None: all ranks. All ranks ask for it at
         the same point."""
-        return None if self.replica_ranks == 1 else self.mesh.get_group("replicas")
+        if self.replica_ranks == 1:
+            return None
+        if self.model_mesh is None:
+            return self.mesh.get_group("replicas")
+        return self.mesh[DP_REPLICATE, "dp_shard"]._flatten("replicas").get_group()
+
+    @property
+    def copies(self) -> dist.ProcessGroup | None:
+        """The ranks at the same place of all copies of the model, as `across`; None: a copy is a
+        replica, or all ranks hold one together."""
+        return None if self.model_mesh is None else self.mesh.get_group(DP_REPLICATE)
 
     def print(self, *values: Any) -> None:
         """On rank 0."""
@@ -192,13 +217,35 @@ class Peers:
             dist.barrier(group=self.control)
 
 
-def _replica_ranks(environ: dict[str, str], asked: int | None) -> int:
+def _model_mesh(environ: dict[str, str], asked: Mapping[str, int] | None) -> ModelMesh | None:
+    """What the environment says, or else what the script asks for. Raises BadInput."""
+    text = environ.get("HARNESS_MESH", "")
+    told, wanted = parse(text) if text else None, mesh_of(asked) if asked else None
+    if wanted is not None and told is not None and wanted != told:
+        raise BadInput(
+            f"attach(mesh=...) wants {wanted}: this world was formed of copies that are {told}; "
+            f"start its nodes with `harness run --mesh {wanted}` (or HARNESS_MESH={wanted})"
+        )
+    return wanted if told is None else told
+
+
+def _replica_ranks(
+    environ: dict[str, str], asked: int | None, model_mesh: ModelMesh | None = None
+) -> int:
     """Ranks of each replica: what the environment says, or else what the script asks for; 1.
     Raises BadInput."""
     text = environ.get("HARNESS_REPLICA_RANKS", "")
     if text and not (text.isdecimal() and int(text) >= 1):
         raise BadInput(f"HARNESS_REPLICA_RANKS={text!r}: wanted a number of ranks, at least 1")
     told = int(text) if text else None
+    if model_mesh is not None:
+        for said, how in ((told, "HARNESS_REPLICA_RANKS="), (asked, "attach(replica_ranks=...) ")):
+            if said not in (None, model_mesh.replica_ranks):
+                raise BadInput(
+                    f"{how}{said}: the mesh {model_mesh} has replicas of "
+                    f"{model_mesh.replica_ranks} ranks; leave one of the two out"
+                )
+        return model_mesh.replica_ranks
     if asked is not None and told is not None and asked != told:
         raise BadInput(
             f"attach(replica_ranks={asked}): this world was formed of replicas of {told} ranks; "

@@ -79,6 +79,7 @@ class Run:
             epoch = Epoch(
                 *(number, ("torchrun",), (self.peers.world,), (1.0,), "", 0, "start"),
                 replica_ranks=self.peers.replica_ranks,
+                mesh=str(self.peers.model_mesh or ""),
             )
             if self.store.create(epoch_key(number), epoch.encode()):
                 return number
@@ -174,7 +175,7 @@ class Run:
                 sizes = read_epoch(self.store, self.epoch).nproc
             except (NotFound, BadObject):
                 return False  # it was not formed in the bucket
-            return bool(whole_replicas(sizes, self.peers.replica_ranks, room, self._worlds))
+            return bool(whole_replicas(sizes, self.peers.copy_ranks, room, self._worlds))
 
         return bool(self.peers.agree(look))
 

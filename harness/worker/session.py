@@ -73,6 +73,7 @@ class Options:
     keep: Keep
     reduce: str
     replica_ranks: int | None
+    mesh: Mapping[str, int] | None
     timeout_s: float | None
     backend: str | None
     deterministic: bool | None
@@ -90,7 +91,7 @@ class Session(PlainLoops):
         if reduce not in ("fast", *WORDS):
             raise BadInput(f"reduce={reduce!r} is not known; wanted 'fast', 'exact' or 'exact32'")
         self.seed, self.reduce = o.seed, reduce
-        peers = self._peers = Peers(environ, o.replica_ranks)
+        peers = self._peers = Peers(environ, o.replica_ranks, o.mesh)
         self._said_world = environ.get(SCRIPT_WORLD, "")
         # `harness replay` re-executes a part of a run
         until = int(environ.get("HARNESS_UNTIL_STEP", 1 << 62))
@@ -156,8 +157,9 @@ class Session(PlainLoops):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The world as a mesh of dimensions "replicas" and "ranks" (of one replica), for models
-        that are split between the ranks of a replica. All ranks ask for it at the same point."""
+        """The world as a mesh of the dimensions that `attach(mesh=...)` named, "dp_replicate"
+        before them; without one of "replicas" and "ranks" (of one replica). For models that are
+        split between ranks. All ranks ask for it at the same point."""
         return self._peers.mesh
 
     @property
@@ -412,6 +414,7 @@ def attach(
     keep_ages_h: Sequence[float] = AGES_H,
     reduce: str = "fast",
     replica_ranks: int | None = None,
+    mesh: Mapping[str, int] | None = None,
     timeout_s: float | None = None,
     backend: str | None = None,
     deterministic: bool | None = None,
@@ -420,26 +423,26 @@ def attach(
     config: Any = None,
     on_change: str | None = None,
 ) -> Session:
-    """Join the run that the environment names. `seed` decides data order and all randomness of the
-    training.
+    """Join the run that the environment names.
 
-    `run`: the run's URL, by default what the agent says. Snapshot interval: every
-    `snapshot_every_steps` steps, or every `snapshot_every_s` seconds, or (neither) derived from
-    what a snapshot costs and from how often work is lost here (docs/SNAPSHOTS.md). `keep_*`: see
-    `storage.Keep`; the metric is one that the script logs, "loss:min", or that a side job measures
-    later, "eval/loss:min".
+    `seed` decides data order and all randomness. `run`: its URL; None: what the agent says.
+    Snapshot interval: every `snapshot_every_steps` steps, or every `snapshot_every_s` seconds, or
+    (neither) derived from what a snapshot costs and from how often work is lost here
+    (docs/SNAPSHOTS.md). `keep_*`: see `storage.Keep`; the metric is one that the script logs,
+    "loss:min", or that a side job measures later, "eval/loss:min".
 
     `reduce`: "fast", or "exact" or "exact32" (sums that do not depend on the world; 64 or 32 bits
     on the wire). With these a step's micro-batches come a second time when a gradient is far
     greater than those before it: then `step.attempt` is 1, buffers of the model are as they were
-    before the step, and the batches are given anew. Only what the body counts or logs for itself
-    has to look at `step.attempt`. That is rare: a gradient 2**8 times as large as it was ("exact"),
-    or 4 times ("exact32"), or one that comes for the first time after the first step ("exact32").
+    before the step, and the batches are given anew. Only what the body counts for itself has to
+    look at it. That is rare: a gradient 2**8 times as large as it was ("exact"), or 4 times, or one
+    that comes for the first time after the first step ("exact32").
 
     `replica_ranks`: ranks that hold one copy of the model together, for `prepare(strategy=...)`;
-    default HARNESS_REPLICA_RANKS, which `harness run --replica-ranks` sets, else 1.
-    `timeout_s`: how long an exchange between ranks may take; None: torch's default. `backend`: of
-    the process group; None: gloo, and nccl for what is on GPUs.
+    default HARNESS_REPLICA_RANKS, which `harness run --replica-ranks` sets, else 1. `mesh`: how the
+    ranks of one copy share it, {"dp_shard": 8, "tp": 2} (docs/MESHES.md); default HARNESS_MESH,
+    which `harness run --mesh` sets. `timeout_s`: of an exchange between ranks; None: torch's
+    default. `backend`: of the process group; None: gloo, and nccl for what is on GPUs.
     `deterministic`: None: on GPUs, with exact sums, torch is asked for deterministic kernels, and
     warns where it has none; True: always, and torch raises there; False: torch's choice is left
     alone. `votes_late`: what the ranks want is counted one step later, so that no step waits for
@@ -449,23 +452,22 @@ def attach(
     a run was begun otherwise; None: HARNESS_ON_CHANGE, else "warn" (docs/REPRODUCE.md).
 
     What else it does to this process: it seeds Python's, numpy's and torch's generators, here and
-    again before every micro-batch; makes this rank's GPU the current device; joins the process
-    group if WORLD_SIZE is set and there is none yet; opens the run's bucket, and rank 0 begins a
-    thread that sends facts there. In the main thread it takes SIGTERM (ignored under an agent,
-    which tells the workers itself; else a snapshot, then the end with 33) and, without an agent,
-    SIGUSR1 (a snapshot). Deterministic kernels are torch.use_deterministic_algorithms,
-    torch.backends.cudnn.benchmark and, if it is not set, CUBLAS_WORKSPACE_CONFIG=:4096:8.
+    before every micro-batch; makes this rank's GPU the current device; joins the process group if
+    WORLD_SIZE is set and there is none yet; opens the run's bucket, whose facts rank 0 sends. In
+    the main thread it takes SIGTERM (ignored under an agent, which tells the workers itself; else a
+    snapshot, then the end with 33) and, without an agent, SIGUSR1 (a snapshot). Deterministic
+    kernels are torch.use_deterministic_algorithms, torch.backends.cudnn.benchmark and, if it is not
+    set, CUBLAS_WORKSPACE_CONFIG=:4096:8.
 
-    It reads what torchrun says (RANK, WORLD_SIZE, GROUP_WORLD_SIZE, ...) and the agent, in
-    HARNESS_* (RUN, EPOCH, MARK, PROGRESS, STAGE, SPEEDS, PLACE, REPLICA, REPLICA_RANKS), and what
-    people may set: HARNESS_HOST, HARNESS_UNTIL_STEP, HARNESS_LOOK_AGAIN_S, HARNESS_ALLOW_REWIND,
-    HARNESS_PROFILE, HARNESS_ON_CHANGE, HARNESS_DIFF, HARNESS_OWNER, _PROJECT, _EXPERIMENT,
-    _PURPOSE, and what the bucket's client reads (docs/STORES.md). Raises BadInput, StoreError.
+    It reads what torchrun and the agent say (RANK, ..., HARNESS_RUN, EPOCH, MARK, PROGRESS, STAGE,
+    SPEEDS, PLACE, REPLICA, REPLICA_RANKS, MESH), and what people may set: HARNESS_HOST,
+    UNTIL_STEP, LOOK_AGAIN_S, ALLOW_REWIND, PROFILE, ON_CHANGE, DIFF, OWNER, PROJECT, EXPERIMENT,
+    PURPOSE, and what the bucket's client reads (docs/STORES.md). Raises BadInput, StoreError.
     """
     keep = Keep(keep_snapshots, keep_every_steps, keep_best, tuple(keep_ages_h))
     interval = machine.Interval(snapshot_every_s, snapshot_every_steps)
     options = Options(
-        seed, run, interval, keep, reduce, replica_ranks,
+        seed, run, interval, keep, reduce, replica_ranks, mesh,
         timeout_s, backend, deterministic, votes_late, peak_flops, config, on_change,
     )  # fmt: skip
     _attached[:] = [Session(dict(os.environ), options)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,15 @@ import xxhash
 from torch import nn
 
 from harness.core.world import BadInput
-from harness.worker.broadcast import same_everywhere
+from harness.worker.broadcast import same_everywhere, share
 from harness.worker.loader import seed_everything
 from storage.ranks import gathered
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+FSDP_DIMS = ("dp_replicate", "dp_shard")  # of `run.mesh`, over which FSDP2 works
 
 
 def needs(thing: object, what: str, *names: str) -> None:
@@ -76,7 +82,7 @@ def check_sharding(model: nn.Module) -> None:
     Only then is every element of every gradient on one rank, and summed over all ranks. Frozen
     parameters may be plain.
     """
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor
 
     use = (
         "use harness.fsdp2(model, run), or fully_shard with a mesh of one dimension over all "
@@ -104,26 +110,25 @@ def check_sharding(model: nn.Module) -> None:
     meshes: dict[str, str] = {}
     for name, p in sharded:
         mesh = p.device_mesh
-        if mesh.ndim != 1:
-            dims = " x ".join(
-                f"{n}={size}"
-                for n, size in zip(mesh.mesh_dim_names or "?" * mesh.ndim, mesh.shape, strict=True)
-            )
+        names = mesh.mesh_dim_names or ("?",) * mesh.ndim
+        if mesh.ndim != 1 and names not in (FSDP_DIMS, (*FSDP_DIMS, "tp")):
+            dims = " x ".join(f"{n}={size}" for n, size in zip(names, mesh.shape, strict=True))
             raise BadInput(
                 f"{name}: wanted a mesh of one dimension, found {dims} (HSDP, or tensor "
-                f"parallelism beside fsdp2); {use}"
+                f"parallelism beside fsdp2); use attach(mesh={{'dp_shard': ..., 'tp': ...}}) and "
+                "its run.mesh for these, or prepare(strategy=...) one of your own"
             )
-        if not isinstance(p.placements[0], Shard):
-            raise BadInput(
-                f"{name}: wanted its rows sharded over the ranks, found {p.placements[0]}; {use}"
-            )
+        at = p.placements[names.index("dp_shard")] if mesh.ndim > 1 else p.placements[0]
+        if at.is_replicate() or at.is_partial():
+            raise BadInput(f"{name}: wanted its rows sharded over the ranks, found {at}; {use}")
         if id(p) not in managed:
             raise BadInput(
                 f"{name}: wanted it sharded by fully_shard, found a DTensor of another origin "
                 f"(distribute_tensor?); {use}"
             )
         ranks = mesh.mesh.flatten().tolist()
-        if ranks != list(range(world)):
+        apart = world // mesh.size() if names == FSDP_DIMS else 1  # ranks that share a product
+        if ranks != list(range(dist.get_rank() % apart, world, apart)):
             raise BadInput(
                 f"{name}: wanted a mesh over ranks 0 to {world - 1} in this order, found one over "
                 f"ranks {ranks}; {use}"
@@ -137,6 +142,27 @@ def check_sharding(model: nn.Module) -> None:
 def _some(names: Iterable[str]) -> str:
     first = list(names)
     return ", ".join(first[:3]) + (f" and {len(first) - 3} more" if len(first) > 3 else "")
+
+
+def copies_of(p: Any) -> int:
+    """How many ranks hold the same elements of this sharded tensor (a DTensor)."""
+    count: int = dist.get_world_size() // p.device_mesh.size()
+    for size, at in zip(p.device_mesh.shape, p.placements, strict=True):
+        count *= size if at.is_replicate() else 1
+    return count
+
+
+def is_split(p: Any) -> bool:
+    """By tensor parallelism, and not sharded yet."""
+    return hasattr(p, "placements") and "dp_shard" not in (p.device_mesh.mesh_dim_names or ())
+
+
+def tensor_parallel_ranks(p: Any) -> int:
+    """Ranks that share the product with this sharded parameter (a DTensor)."""
+    mesh = p.device_mesh
+    if mesh.mesh_dim_names == FSDP_DIMS:
+        return int(dist.get_world_size() // mesh.size())
+    return 1 if mesh.ndim == 1 else int(mesh.shape[-1])
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -167,10 +193,18 @@ def check_real(model: nn.Module) -> None:
 
 
 def shard(
-    model: nn.Module, device: torch.device, blocks: Sequence[nn.Module] | None = None, seed: int = 0
+    model: nn.Module,
+    device: torch.device,
+    blocks: Sequence[nn.Module] | None = None,
+    seed: int = 0,
+    mesh: DeviceMesh | None = None,
+    replicas: dist.ProcessGroup | None = None,
 ) -> nn.Module:
     """FSDP2 over all ranks: each of `blocks` (default: the members of every ModuleList) and the
     root.
+
+    `mesh`: of `FSDP_DIMS`; None: of one dimension. `replicas`: the ranks that hold the same parts
+    of what is split by tensor parallelism; None: nothing is.
 
     One block at a time goes to the device, takes rank 0's values and is sharded: the whole model
     never lies on one device. What is on the meta device gets its values there, whole, before it is
@@ -179,7 +213,8 @@ def shard(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    if mesh is None:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     if blocks is None:  # those inside others first
         blocks = [
             block
@@ -193,6 +228,9 @@ def shard(
         materialize(part, device, seed, names, made)
         part.to(device)
         same_everywhere(part)
+        if replicas is not None:
+            with torch.no_grad():  # what is sharded already has been given out
+                share([p for p in part.parameters() if is_split(p)], replicas)
         fully_shard(part, mesh=mesh)
     return model
 

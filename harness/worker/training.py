@@ -22,7 +22,7 @@ from harness.worker.loader import Stream
 from harness.worker.norms import Norms, has_sync_norm
 from harness.worker.parallel import Strategy, check_fits, strategy_for
 from harness.worker.peers import Peers
-from harness.worker.sharding import check_real
+from harness.worker.sharding import check_real, is_sharded
 from storage import dcp
 from storage.manifest import Manifest
 from storage.snapshots import Snapshots
@@ -97,7 +97,7 @@ class Training:
         self._per_rank = frozenset(per_rank)
         check_real(model)
         model.to(self._peers.device)
-        same_everywhere(model, self._peers.across)
+        same_everywhere(model, self._peers.across, self._peers.copies)
         self.model, self.optimizers = model, optimizers
         self._check_optimizers()
         self.scheduler, self.scaler = scheduler, scaler
@@ -130,6 +130,17 @@ class Training:
             chosen = strategy_for(self.model, self._named())
         else:
             chosen = exact_strategy_for(self.model, self.reduce, self.optimizers, self._named())
+        mesh = self._peers.model_mesh
+        if (
+            asked is None
+            and mesh is not None
+            and mesh.copy_ranks > 1
+            and not is_sharded(self.model)
+        ):
+            raise BadInput(
+                f"mesh {mesh}: wanted a model sharded by harness.fsdp2(model, run), found a whole "
+                "one on each rank; shard it, or leave the mesh out"
+            )
         check_fits(chosen, self.reduce, self._peers.replica_ranks)
         return chosen
 

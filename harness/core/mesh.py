@@ -1,0 +1,99 @@
+"""The mesh of a run, in the words of torch's DeviceMesh: how the ranks of one copy share it.
+
+Pure. Ranks are numbered with `dp_replicate` outermost, so that a copy of the model has consecutive
+ranks, and within it the ranks that are given the same samples have:
+
+    rank = (dp_replicate * dp_shard + dp_shard's place) * tp + tp's place
+
+Only `dp_replicate` changes while a run goes on: copies come and go, whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from harness.core.world import BadInput
+
+DP_REPLICATE = "dp_replicate"
+KNOWN = {"cp": "context parallelism", "pp": "pipelines", "ep": "expert parallelism"}  # to others
+MOST = 1 << 16  # ranks of a copy
+
+
+@dataclass(frozen=True)
+class ModelMesh:
+    """`dp_shard`: ranks that share parameters, gradients and optimizer state, and are given samples
+    of their own (FSDP); `tp`: ranks that share matrix products, and are given the same samples."""
+
+    dp_shard: int = 1
+    tp: int = 1
+
+    @property
+    def replica_ranks(self) -> int:
+        """Ranks that are given the same samples."""
+        return self.tp
+
+    @property
+    def copy_ranks(self) -> int:
+        """Ranks that hold one copy of the model together: a world is a multiple of it."""
+        return self.dp_shard * self.tp
+
+    def sizes(self, world: int) -> dict[str, int]:
+        """Of all dimensions, in the order of ranks. Raises BadInput if no whole number of copies
+        makes that world."""
+        copies, left = divmod(world, self.copy_ranks)
+        if left or not copies:
+            most = world - left
+            near = f"{most} or {most + self.copy_ranks}" if most else str(self.copy_ranks)
+            raise BadInput(
+                f"mesh {self}: {world} rank{'s' * (world != 1)} make no whole number of copies of "
+                f"{self.copy_ranks} ranks; use {near} ranks, or another mesh (harness run --mesh, "
+                "HARNESS_MESH)"
+            )
+        return {DP_REPLICATE: copies, "dp_shard": self.dp_shard, "tp": self.tp}
+
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        said = {f.name: getattr(self, f.name) for f in fields(self)}
+        return ",".join(f"{name}={size}" for name, size in said.items() if size > 1) or "dp_shard=1"
+
+
+WORDS = tuple(f.name for f in fields(ModelMesh))
+
+
+def mesh_of(sizes: Mapping[str, int]) -> ModelMesh:
+    """From sizes by name; those that are not named are 1. `dp_replicate` may be -1: as many as
+    there are ranks for, which it always is. Raises BadInput."""
+    wanted = f"wanted sizes of {' and '.join(WORDS)}, such as dp_shard=8,tp=2"
+    for name, size in sizes.items():
+        if name == DP_REPLICATE and size == -1:
+            continue
+        if name == DP_REPLICATE:
+            raise BadInput(
+                f"mesh: {wanted}; found {name}={size}, but copies come and go with the nodes: "
+                "leave it out, or say -1; `--worlds` limits the numbers of ranks that train"
+            )
+        if name in KNOWN:
+            raise BadInput(f"mesh: {wanted}; found {name} ({KNOWN[name]}), which is not there yet")
+        if name not in WORDS:
+            raise BadInput(f"mesh: {wanted}; found {name!r}")
+        if type(size) is not int or not 1 <= size <= MOST:
+            raise BadInput(f"mesh: {wanted}; found {name}={size!r}: it is from 1 to {MOST}")
+    found = ModelMesh(**{name: size for name, size in sizes.items() if name in WORDS})
+    if found.copy_ranks > MOST:
+        raise BadInput(f"mesh {found}: wanted at most {MOST} ranks of a copy")
+    return found
+
+
+def parse(text: str) -> ModelMesh:
+    """As people write it, "dp_shard=8,tp=2". Raises BadInput."""
+    sizes: dict[str, int] = {}
+    for word in text.split(","):
+        name, is_set, size = (part.strip() for part in word.partition("="))
+        digits = size.removeprefix("-")
+        if not is_set or not (digits.isascii() and digits.isdecimal()) or len(size) > 9:
+            raise BadInput(f"mesh: wanted NAME=SIZE,..., such as dp_shard=8,tp=2; found {text!r}")
+        if name in sizes:
+            raise BadInput(f"mesh: wanted each name once, found {name!r} twice in {text!r}")
+        sizes[name] = int(size)
+    return mesh_of(sizes)
