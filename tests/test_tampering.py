@@ -264,6 +264,27 @@ def test_verify_with_a_key_at_the_command_line(tmp_path, capsys, monkeypatch):
     assert "found an empty one" in " ".join(capsys.readouterr().err.split())
 
 
+def test_an_export_of_a_clean_run_leaves_it_clean(tmp_path, capsys, monkeypatch):
+    """It is told in the run's record, by a writer of its own, after the run's last head."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    url = f"file://{tmp_path}/run"
+    run = TellingRun(KEY, store=FileStore(url))
+    run.train(10, final=True).end()
+    key, state = tmp_path / "key", tmp_path / "state.json"
+    key.write_text(given_by_a_manager() + "\n")
+    words = ["verify", url, "--key", str(key), "--state", str(state)]
+    assert status(words) == 0
+    monkeypatch.setenv(VARIABLE, given_by_a_manager())
+    for turn in range(2):
+        assert status(["snapshots", "export", url, str(tmp_path / f"out-{turn}")]) == 0
+    assert len(FileStore(url).list("facts/person-")) == 2
+    capsys.readouterr()
+    assert status(words) == 0, capsys.readouterr().out
+    monkeypatch.delenv(VARIABLE)  # and one by somebody who has no key is seen
+    assert status(["snapshots", "export", url, str(tmp_path / "out-2")]) == 0
+    assert status(words) == 1
+
+
 def test_the_table_has_what_the_audit_tried():
     assert len(TABLE) > EIGHTEEN
     assert len({one.name for one in TABLE}) == len(TABLE)

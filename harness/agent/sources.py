@@ -163,16 +163,16 @@ def moment(text: str) -> float:
         return float(text) if re.fullmatch(r"\d{9,}(\.\d*)?", text) else utc(text)
     except ValueError:
         raise BadInput(
-            f"{text!r} is no time; wanted 2026-11-21T08:00:00Z or seconds since 1970"
+            f"{text!r:.80} is no time; wanted 2026-11-21T08:00:00Z or seconds since 1970"
         ) from None
 
 
 def duration(text: str) -> float:
     """`90`, `90s`, `30m`, `12h`, `7d` in seconds. Raises BadInput."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
+    found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)([smhd]?)", text.strip())
     if found is None:
         raise BadInput(
-            f"{text!r} is no duration; wanted seconds, or a number with s, m, h or d, such as 12h"
+            f"{text!r:.80} is no duration; wanted seconds, or a number with s, m, h, d, such as 12h"
         )
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
 

@@ -19,14 +19,18 @@ from storage.errors import NotFound
 from storage.objects import ObjectStore
 
 CLOCKS_AGREE_S = 3600.0
+LITTLE_S = 1800.0  # a supervisor has started it again: no need to look
 MOST_WRITERS = 64  # of a run's nodes, whose newest facts are looked at
 
 
 def counted(store: ObjectStore, last_s: float, now_s: float) -> tuple[float, str]:
     """Seconds since the last controller's fact (`last_s`, by its clock) that count, as of `now_s`
     by ours; and what is to be told of it, or "". Raises StoreError."""
-    claimed_s, proven_s = now_s - last_s, max(0.0, _told_s(store, last_s) - last_s)
-    if proven_s - CLOCKS_AGREE_S <= claimed_s <= proven_s + CLOCKS_AGREE_S and claimed_s >= 0:
+    claimed_s = now_s - last_s
+    if abs(claimed_s) < LITTLE_S:
+        return claimed_s, ""
+    proven_s = max(0.0, _told_s(store, last_s) - last_s)
+    if abs(claimed_s - proven_s) <= CLOCKS_AGREE_S:
         return claimed_s, ""
     ahead = claimed_s > proven_s
     counts_s = proven_s + CLOCKS_AGREE_S if ahead else proven_s
