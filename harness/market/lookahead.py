@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -134,12 +134,14 @@ class Terms:
 class Outlook:
     """Least expected costs, [cells of time left, level of the price, state, cells of work left]: of
     waiting (`idle`) and of training on demand (`bought`), by the market's state; of training on
-    spot (`rented`), by the class of its age. `level`: of the price now."""
+    spot (`rented`), by the class of its age. `level`: of the price now; `until`: solves up to so
+    many cells of time left, which is no more than anybody has asked for."""
 
     terms: Terms
     idle: NDArray[np.float32]
     bought: NDArray[np.float32]
     rented: NDArray[np.float32]
+    until: Callable[[int], None]
     level: float = 0.0
 
     @property
@@ -212,6 +214,7 @@ class Outlook:
         """Of all states, between the cells, so much later."""
         cell_h = self.terms.cell_h
         i, f = place_below((time_h - after_h) / cell_h, self.terms.time_cells)
+        self.until(i + 1)
         j, g = place_below(work_h / cell_h, self.terms.work_cells)
         corner = table[i : i + 2, :, :, j : j + 2]
         low, high = corner[0], corner[1]
@@ -225,8 +228,8 @@ class Outlook:
 
 
 def outlook(terms: Terms) -> Outlook:
-    """Solve it, backwards over time. A begin takes whole cells here, in the last of which some work
-    is done."""
+    """Solve it, backwards over time, as far as it is looked at. A begin takes whole cells here, in
+    the last of which some work is done."""
     return _wandering(terms) if terms.swing else _still(terms)
 
 
@@ -245,20 +248,37 @@ def _solved(terms: Terms) -> Outlook:
     idle = np.empty((terms.time_cells + 1, levels, states, works), np.float32)
     bought = np.empty_like(idle)
     rented = np.empty((terms.time_cells + 1, levels, CLASSES, works), np.float32)
-    found = Outlook(terms, idle, bought, rented)
     late = LATE * terms.cell_h * np.arange(works, dtype=np.float32)
     idle[0], bought[0], rented[0] = late, late, late
-    stage = _Stage(found)
-    for r in range(1, terms.time_cells + 1):
-        stage.solve(r)
-    return found
+    cells = _Cells(_Stage(terms, idle, bought, rented))
+    return Outlook(terms, idle, bought, rented, cells.until)
+
+
+@dataclass
+class _Cells:
+    """Of time, of which so many are `solved`."""
+
+    stage: _Stage
+    solved: int = 0
+
+    def until(self, r: int) -> None:
+        """Solve those up to `r` that are not yet."""
+        for each in range(self.solved + 1, r + 1):
+            self.stage.solve(each)
+            self.solved = each
 
 
 class _Stage:
     """One cell of time: everything that does not depend on which."""
 
-    def __init__(self, found: Outlook):
-        self.found, terms = found, found.terms
+    def __init__(
+        self,
+        terms: Terms,
+        idle: NDArray[np.float32],
+        bought: NDArray[np.float32],
+        rented: NDArray[np.float32],
+    ):
+        self.tables = idle, bought, rented
         cell_h, self.another = terms.cell_h, terms.rates.another
         cells = terms.changeover_h / cell_h
         self.cells = max(1, math.ceil(cells - 1e-9))
@@ -280,31 +300,34 @@ class _Stage:
         self.rent_usd = prices[:, None] * np.float32(self.buy_usd * (1 - self.begin_lost / 2))
 
     def solve(self, r: int) -> None:
-        idle, bought, rented = self.found.idle, self.found.bought, self.found.rented
+        idle, bought, rented = self.tables
         idle_after = _mixed(self.levels[0], idle[r - 1])
         wait = self.market @ idle_after
-        on = self.kept @ _mixed(self.levels[0], rented[r - 1])
-        on += self.lost * self._bereft(idle_after)[:, None]
-        rented[r, ..., 1:] = on[..., :-1] + self.spot_usd
+        rented_after, bereft = _mixed(self.levels[0], rented[r - 1]), self._bereft(idle_after)
+        on = self.kept @ rented_after
+        on += self.lost * bereft[:, None]
+        np.add(on[..., :-1], self.spot_usd, out=rented[r, ..., 1:])
         stay = bought[r]
         bought_after = _mixed(self.levels[0], bought[r - 1])
-        stay[..., 1:] = (self.market @ bought_after)[..., :-1] + self.cell_usd
+        np.add((self.market @ bought_after)[..., :-1], self.cell_usd, out=stay[..., 1:])
         if r >= self.cells:
-            k = self.cells
-            there = self.begin_kept @ _mixed(self.levels[1], rented[r - k])
+            k, begin_after = self.cells, bought_after
+            if k > 1:  # else a begin takes one cell, like everything else
+                rented_after = _mixed(self.levels[1], rented[r - k])
+                bereft = self._bereft(_mixed(self.levels[2], idle[r - (k + 1) // 2]))
+                begin_after = _mixed(self.levels[1], bought[r - k])
+            there = self.begin_kept @ rented_after
             begun = self._worked(there) + self.rent_usd
-            lost_after = _mixed(self.levels[2], idle[r - (k + 1) // 2])
-            begun += self.begin_lost * self._bereft(lost_after)
-            begin_after = _mixed(self.levels[1], bought[r - k])
+            begun += self.begin_lost * bereft
             np.minimum(wait, self._worked(self.begin_market @ begin_after) + self.buy_usd, out=wait)
             np.minimum(wait[:, OPEN], begun, out=wait[:, OPEN])
             beside = there + self.begin_lost * begin_after[:, 1] + (self.rent_usd + self.buy_usd)
             np.minimum(stay[:, OPEN, k:], beside[:, :-k], out=stay[:, OPEN, k:])
         np.minimum(stay, wait, out=stay)
-        if self.found.terms.swing:  # where prices stand still, what is worth it once stays worth it
+        if len(self.rent_usd) > 1:  # where prices stand still, what is worth it once stays worth it
             np.minimum(rented[r], wait[:, OPEN, None], out=rented[r])
         idle[r] = wait
-        for table in (idle, bought, rented):
+        for table in self.tables:
             table[r, ..., 0] = 0.0
 
     def _bereft(self, idle: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -184,7 +184,7 @@ class MarketReplay:
     def _tick(self) -> None:
         """The tick that has just ended is worked off and paid; then the market moves on."""
         fleet = self.fleet
-        if asked := self.store.list(LEAVE):
+        if asked := {*self.store.list(LEAVE)}:  # of all that ever were, in a long run many
             for attempt in [n for n in fleet.nodes if order_key(LEAVE, n) in asked]:
                 since_s = fleet.now_s
                 self._gone(fleet.end(attempt, since_s), DRAINED, "exited", since_s)
