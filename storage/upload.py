@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from storage.errors import StoreError
+from storage.errors import StoreError, StoreUnavailable
 from storage.lanes import Ahead, Lanes, Running, be_nice
 from storage.leases import Watch
 from storage.manifest import Manifest, Ref
@@ -125,7 +125,7 @@ class Uploader:
         be_nice(self._nice)
         job = one.job
         try:
-            manifest, parts = self._send(one)
+            manifest, parts = self._send_for_others(one)
             state = "committed" if manifest is not None else "waiting"
             error = (
                 ""
@@ -178,6 +178,22 @@ class Uploader:
         except RuntimeError:  # so does Python say that it ends, to who starts a thread
             if threading.main_thread().is_alive():
                 raise
+
+    def _send_for_others(self, one: Running) -> tuple[Manifest | None, dict[str, str]]:
+        """As `_send`. The other ranks wait for this share, so a store that is silent is tried again
+        for as long as they do; and so do they, for ours."""
+        until_s, pause_s = time.monotonic() + self._commit_timeout_s, 1.0
+        while True:
+            try:
+                return self._send(one)
+            except StoreUnavailable:
+                again = one.job.world > 1 and self._deadline_s is None and not self._is_old(one)
+                if not again or time.monotonic() + pause_s > until_s:
+                    raise
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 10.0)
+            one.left = one.job.nbytes  # what is there already is written over, by the same bytes
+            self._check(one.job.ref)
 
     def _send(self, one: Running) -> tuple[Manifest | None, dict[str, str]]:
         job = one.job

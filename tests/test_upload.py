@@ -20,6 +20,7 @@ from harness.uploader.client import Line, Local, Remote, seen_here
 from harness.uploader.nearby import NearbyConfig
 from harness.uploader.server import UploadServer
 from storage import MemoryStore, Ref, Snapshots, StoreError, open_store
+from storage.errors import StoreUnavailable
 from storage.folder_tiers import FolderTier
 from storage.staging import Segment, Stage, StageFull
 from storage.tiers import blocks
@@ -375,3 +376,38 @@ def test_when_the_uploader_dies_the_trainer_sends_for_itself(tmp_path):
     assert Snapshots(open_store(run)).latest().step == 20
     uploader.stdin.close()
     stage.close()
+
+
+class SilentFor(MemoryStore):
+    """Does not answer so many puts of parts, and all is well afterwards."""
+
+    def __init__(self, puts):
+        super().__init__(objects={})
+        self.puts = puts
+
+    def put(self, key, data):
+        if self.puts > 0:
+            self.puts -= 1
+            raise StoreUnavailable(f"put {key}: no answer")
+        super().put(key, data)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
+def test_what_a_silent_store_did_not_take_is_sent_again_for_the_other_ranks(ranks):
+    """Else they wait for this share until the time of a commit is over, and nothing is committed
+    meanwhile."""
+    store, told = SilentFor(puts=2), Told()
+    for rank in ranks:  # two nodes
+        Uploader(store, commit_timeout_s=60.0).submit(job(rank=rank, world=2), VIEW, told)
+    told.wait(2)
+    assert {o.state for o in told.outcomes} == {"committed"}
+    manifest = Snapshots(store).latest()
+    Snapshots(store).verify(manifest)
+    assert manifest.ref == R1 and store.puts == 0
+
+
+def test_what_nobody_else_waits_for_is_not_sent_again():
+    """The next snapshot carries its records."""
+    told = Told()
+    Uploader(SilentFor(puts=1)).submit(job(), VIEW, told)
+    assert told.wait().state == "failed"
