@@ -103,6 +103,14 @@ def test_every_flipped_byte_is_found(run):
     assert audit(run.store).ok
 
 
+def test_an_epoch_cannot_pass_for_one_of_a_version_that_wrote_no_hash(run):
+    key = run.store.list("rdzv/epochs/")[0]
+    data = run.store.get(key)
+    run.store.put(key, data.replace(b'"h":', b'"`":'))
+    assert "found no hash, but '`'" in audit(run.store).first_violation
+    run.store.put(key, data)
+
+
 @pytest.mark.parametrize(
     "prefix",
     [

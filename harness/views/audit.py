@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from harness.bucket.layout import (
@@ -86,6 +86,9 @@ def audit(
     an earlier audit. Raises StoreError if the bucket does not answer."""
     with (prover or Prover()).open() as opened:
         return _Audit(store, progress or (lambda what, done, of: None), opened).report()
+
+
+EPOCH_FIELDS = {f.name for f in fields(Epoch)}
 
 
 @dataclass
@@ -203,6 +206,9 @@ class _Audit:
                     f"{key}: wanted hash {seal}, found {digest(canonical(body))}; it was changed"
                 )
             unsealed += seal is None
+            # versions that wrote no hash had no other fields than these
+            if seal is None and (strange := body.keys() - EPOCH_FIELDS):
+                raise RuleBroken(f"{key}: found no hash, but {min(strange)!r:.20}; it was changed")
             try:
                 epoch = Epoch.decode(data)
             except BadObject as e:
