@@ -441,6 +441,15 @@ def closed(wires: list[socket.socket]) -> int:
     return count
 
 
+def held(family: list[psutil.Process], wires: list[socket.socket]) -> int:
+    """How many of these our processes have. Of some that the kernel dropped in the rush (its queue
+    was full) their own end does not know, as long as it says nothing."""
+    if closed(wires) == len(wires):
+        return 0
+    theirs = {c.raddr.port for p in family for c in p.net_connections("tcp") if c.raddr}
+    return sum(wire.getsockname()[1] in theirs for wire in wires)
+
+
 @pytest.mark.parametrize("drips", [False, True], ids=["silent", "dripping"])
 def test_18_strangers_are_sent_away(agent: Agent, drips: bool) -> None:
     """300 at each port of the agent and its uploader. They have no more threads than there are
@@ -457,7 +466,7 @@ def test_18_strangers_are_sent_away(agent: Agent, drips: bool) -> None:
                     wire.connect_ex(address)
                     wires.append(wire)
         deadline_s = time.monotonic() + 90.0
-        while (left := len(wires) - closed(wires)) and time.monotonic() < deadline_s:
+        while (left := held(family, wires)) and time.monotonic() < deadline_s:
             for wire in wires if drips else []:
                 with contextlib.suppress(OSError):
                     wire.send(b"P")
