@@ -19,6 +19,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tenacity import (
+    RetryCallState,
+    retry,
+    retry_if_exception_type,
+    stop_after_delay,
+    wait_exponential,
+)
+
 from storage.errors import StoreError, StoreUnavailable
 from storage.lanes import Ahead, Lanes, Running, be_nice
 from storage.leases import Watch
@@ -182,18 +190,24 @@ class Uploader:
     def _send_for_others(self, one: Running) -> tuple[Manifest | None, dict[str, str]]:
         """As `_send`. The other ranks wait for this share, so a store that is silent is tried again
         for as long as they do; and so do they, for ours."""
-        until_s, pause_s = time.monotonic() + self._commit_timeout_s, 1.0
-        while True:
-            try:
-                return self._send(one)
-            except StoreUnavailable:
-                again = one.job.world > 1 and self._deadline_s is None and not self._is_old(one)
-                if not again or time.monotonic() + pause_s > until_s:
-                    raise
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 10.0)
+
+        def begin(_: RetryCallState) -> None:
             one.left = one.job.nbytes  # what is there already is written over, by the same bytes
-            self._check(one.job.ref)
+
+        in_vain = stop_after_delay(self._commit_timeout_s)
+
+        def nobody_waits(state: RetryCallState) -> bool:
+            in_a_hurry = self._deadline_s is not None
+            return one.job.world == 1 or in_a_hurry or self._is_old(one) or in_vain(state)
+
+        again = retry(
+            retry=retry_if_exception_type(StoreUnavailable),
+            stop=nobody_waits,
+            wait=wait_exponential(max=10.0),
+            before=begin,
+            reraise=True,
+        )
+        return again(self._send)(one)
 
     def _send(self, one: Running) -> tuple[Manifest | None, dict[str, str]]:
         job = one.job

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import torch
+from number_rows import Numbers
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -24,17 +25,6 @@ p.add_argument("--apart", action="store_true", help="the second copy has other s
 p.add_argument("--go", default="", help="a file: until it is there the steps are slow")
 p.add_argument("--out", default="")
 a = p.parse_args()
-
-
-class Numbers(torch.utils.data.Dataset):
-    fingerprint = "numbers"
-
-    def __len__(self):
-        return 500
-
-    def __getitem__(self, i):
-        x = torch.randn(16, generator=torch.Generator().manual_seed(i))
-        return x, (x.sum() > 0).long()
 
 
 class Block(nn.Module):

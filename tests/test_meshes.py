@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from test_agent import nodes  # noqa: F401 - a fixture
-from worlds import history, newest, train
+from worlds import history, newest, same_training, train
 
 from harness.bucket.epochs import read_epoch
 from harness.core.batch import Batching, expected_digest
@@ -30,16 +30,6 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     meshed(folder / "run", 1, "--whole", "--out", folder / "out.json")
     return folder / "run", json.loads((folder / "out.json").read_text())
-
-
-def same_training(run, other):
-    """Samples to the bit, losses and norms closely."""
-    mine, theirs = history(run), history(other)
-    assert [r.digest for r in mine] == [r.digest for r in theirs]
-    assert [r.loss for r in mine] == pytest.approx([r.loss for r in theirs], rel=1e-4)
-    assert [r.metrics["grad_norm"] for r in mine] == pytest.approx(
-        [r.metrics["grad_norm"] for r in theirs], rel=1e-3
-    )
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from harness.agent import nursery
 from harness.bucket.journal import read_records
 from harness.core import records
@@ -163,4 +165,16 @@ def history(run) -> list[records.StepRecord]:
     named = manifest.data["samples"]
     return read_records(
         store, named["key"], named["head"], records.genesis(json.loads(store.get("run.json")))
+    )
+
+
+def same_training(run, other):
+    """Samples to the bit, losses and norms closely."""
+    mine, theirs = history(run), history(other)
+    assert [r.digest for r in mine] == [r.digest for r in theirs]
+    assert [r.samples for r in mine] == [r.samples for r in theirs]
+    assert [r.weight for r in mine] == [r.weight for r in theirs]
+    assert [r.loss for r in mine] == pytest.approx([r.loss for r in theirs], rel=1e-4)
+    assert [r.metrics["grad_norm"] for r in mine] == pytest.approx(
+        [r.metrics["grad_norm"] for r in theirs], rel=1e-3
     )

@@ -101,7 +101,7 @@ class TrainingFeed:
         return Window(iter(self.shared), self.batches, at * ranks)
 
     def said_of(self, share: Share) -> tuple[WhatWasRead | None, WhatWasRead | None]:
-        """WhatWasRead and contents, as a step's record wants them."""
+        """Keys and contents, as a step's record wants them."""
         if self.varies:
             return None, [content_hash(share.keys.tolist())]
         if share.contents is not None:

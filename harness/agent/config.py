@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.agent.leaderless import LOOK_EVERY_S
-from harness.core.mesh import ModelMesh
+from harness.core.mesh import ModelMesh, copy_ranks
 from harness.node import progress
 from harness.uploader.nearby import NearbyConfig
 
@@ -88,7 +88,7 @@ class Worlds:
     @property
     def copy_ranks(self) -> int:
         """That hold one copy of the model together."""
-        return self.replica_ranks if self.mesh is None else self.mesh.copy_ranks
+        return copy_ranks(self.mesh, self.replica_ranks)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from harness.agent.membership import LIST_S, BeatTimes, Ears, Membership
 from harness.bucket.epochs import newest_epoch, read_epoch
 from harness.bucket.layout import Epoch, Member, epoch_key, member_key
 from harness.core import values
-from harness.core.mesh import ModelMesh
+from harness.core.mesh import ModelMesh, copy_ranks
 from harness.core.values import BadObject, NewerProtocol
 from harness.core.world import WrongProtocol, meeting_place, whole_replicas
 from storage.errors import NotFound, StoreError
@@ -265,7 +265,7 @@ class Rendezvous:
         return sum(sizes[i] for i in found) > current.world
 
     def _choose(self, sizes: list[int], max_world: int | None) -> list[int]:
-        whole = self._replica_ranks if self._mesh is None else self._mesh.copy_ranks
+        whole = copy_ranks(self._mesh, self._replica_ranks)
         return whole_replicas(sizes, whole, max_world, self._worlds)
 
     def try_form(self, max_world: int | None) -> Epoch | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from harness.bucket.layout import ARCHIVE, FACTS, IDENTITY
 from harness.core import steady
 from harness.core.given_files import yaml_given
-from harness.core.mesh import ModelMesh, parse
+from harness.core.mesh import mesh_told, parse, replica_ranks_told
 from harness.core.world import BadInput
 from storage.objects import ObjectStore
 from storage.opening import open_store
@@ -87,21 +87,10 @@ def _of_sources(parser: str, text: str) -> None:
 
 
 def replica_ranks(env: Mapping[str, str]) -> int:
-    """Ranks that hold one copy of the model together, as HARNESS_REPLICA_RANKS says; 1 without it.
-    Raises BadInput."""
-    if (mesh := model_mesh(env)) is not None and not env.get("HARNESS_REPLICA_RANKS"):
-        return mesh.replica_ranks
-    text = env.get("HARNESS_REPLICA_RANKS") or "1"
-    if not (text.isdecimal() and len(text) <= 9 and int(text) >= 1):
-        raise BadInput(f"HARNESS_REPLICA_RANKS={text!r:.80}: wanted a number of ranks, at least 1")
-    return int(text)
-
-
-def model_mesh(env: Mapping[str, str]) -> ModelMesh | None:
-    """How ranks share one copy of the model, as HARNESS_MESH says; None without it. Raises
-    BadInput."""
-    text = env.get("HARNESS_MESH", "")
-    return parse(text) if text else None
+    """Ranks that hold one copy of the model together, as HARNESS_REPLICA_RANKS says, or else
+    HARNESS_MESH; 1 without them. Raises BadInput."""
+    mesh = mesh_told(env)
+    return replica_ranks_told(env) or (1 if mesh is None else mesh.replica_ranks)
 
 
 def mesh_text(text: str) -> None:

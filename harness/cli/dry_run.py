@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from harness.cli.common import DONE, RealClock, model_mesh, replica_ranks
+from harness.cli.common import DONE, RealClock, replica_ranks
+from harness.core.mesh import mesh_told
 from harness.core.world import BadInput, Wait
 from storage.errors import NotFound
 from storage.objects import ObjectStore
@@ -45,20 +46,16 @@ def show_plan(
     """What would be launched. Touches neither bucket nor cloud, beyond reading. Raises BadInput,
     StoreError."""
     from harness.controller import plan as plans
-    from harness.controller import policies
+    from harness.controller.recovery import within_limits
 
     store = open_store(url)
     identity, timed = timed_of(store, url)
-    if run.budget_usd is not None:
-        policy = policies.within_budget(policy, usd=run.budget_usd)
-    if run.max_hours is not None:
-        policy = policies.within_hours(policy, hours=run.max_hours)
     cloud = open_cloud()
     try:
         view = view_now(flags, run, url, store, cloud)
         found = plans.make(
             view.offers,
-            policy,
+            within_limits(policy, run),
             (run.min_nodes, run.max_nodes),
             view=view,
             no_market=getattr(cloud, "no_market", ()),
@@ -66,7 +63,7 @@ def show_plan(
             measured=timed,
             budget_usd=run.budget_usd,
             replica_ranks=replica_ranks(task.envs),
-            mesh=model_mesh(task.envs),
+            mesh=mesh_told(task.envs),
         )
     finally:
         cloud.close()

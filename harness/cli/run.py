@@ -18,9 +18,7 @@ from harness.cli.common import (
     checked_store,
     duration_text,
     mesh_text,
-    model_mesh,
     prometheus_address,
-    replica_ranks,
     when,
     worlds,
 )
@@ -35,7 +33,7 @@ from harness.cli.variables import (
 )
 from harness.core.config import Bounds, flag, positional
 from harness.core.given_files import output_folder, readable_file
-from harness.core.mesh import parse
+from harness.core.mesh import mesh_told, parse, replica_ranks_told
 from harness.core.steps_asked import StepsAsked
 from harness.core.world import BadInput
 from harness.node.progress import FACTOR, Limits
@@ -444,9 +442,10 @@ def _worlds(flags: RunFlags, env: Mapping[str, str]) -> Worlds:
     """What a world is made of. Raises BadInput if none can be."""
     from harness.agent.config import Worlds
 
-    model = parse(flags.mesh) if flags.mesh else model_mesh(env)
-    size = flags.replica_ranks or (model.replica_ranks if flags.mesh and model else 0)
-    size = size or replica_ranks(env)
+    model = parse(flags.mesh) if flags.mesh else mesh_told(env)
+    # a flag is stronger than the environment
+    said = flags.replica_ranks or (None if flags.mesh else replica_ranks_told(env))
+    size = said or (1 if model is None else model.replica_ranks)
     if model is not None and size != model.replica_ranks:
         raise BadInput(
             f"--mesh {model}: its replicas have {model.replica_ranks} ranks, found {size} "

@@ -18,7 +18,7 @@ from rich.text import Text
 from harness.controller.combinators import without_nodes
 from harness.controller.policies import usd_per_work
 from harness.core import batch
-from harness.core.mesh import ModelMesh
+from harness.core.mesh import ModelMesh, copy_ranks
 from harness.core.world import BadInput, Launch, Offer, Policy, Stop, View, Wait
 from harness.views.words import clock
 from storage.text import plain
@@ -61,8 +61,7 @@ class LaunchPlan:
         if self.choice is None or self.micro_batches is None:
             return None
         ranks = nodes * self.choice.workers
-        together = self.replica_ranks if self.mesh is None else self.mesh.copy_ranks
-        whole = ranks - ranks % together
+        whole = ranks - ranks % copy_ranks(self.mesh, self.replica_ranks)
         try:
             return batch.plan(self.micro_batches, whole, replica_ranks=self.replica_ranks).shares
         except BadInput:

@@ -100,11 +100,7 @@ def recover(
     CloudUnavailable when bucket or cloud were silent, or refused, for too long: nodes are left as
     they are, and whoever calls this again leads them on.
     """
-    policy = policies.replacing(policy)
-    if run.budget_usd is not None:
-        policy = policies.within_budget(policy, usd=run.budget_usd)
-    if run.max_hours is not None:
-        policy = policies.within_hours(policy, hours=run.max_hours)
+    policy = within_limits(policies.replacing(policy), run)
     term = lease.acquire()
     loop = Loop(
         run,
@@ -149,6 +145,15 @@ def recover(
             continue
         if outcome:
             return outcome
+
+
+def within_limits(policy: Policy, run: RunSpec) -> Policy:
+    """The same, which stops at the run's limits."""
+    if run.budget_usd is not None:
+        policy = policies.within_budget(policy, usd=run.budget_usd)
+    if run.max_hours is not None:
+        policy = policies.within_hours(policy, hours=run.max_hours)
+    return policy
 
 
 def forget_stop(store: ObjectStore) -> None:

@@ -58,6 +58,11 @@ class ModelMesh:
         return ",".join(f"{name}={size}" for name, size in said.items() if size > 1) or "dp_shard=1"
 
 
+def copy_ranks(mesh: ModelMesh | None, replica_ranks: int) -> int:
+    """Ranks that hold one copy of the model together; without a mesh a replica does."""
+    return replica_ranks if mesh is None else mesh.copy_ranks
+
+
 WORDS = tuple(f.name for f in fields(ModelMesh))
 
 
@@ -97,3 +102,17 @@ def parse(text: str) -> ModelMesh:
             raise BadInput(f"mesh: wanted each name once, found {name!r} twice in {text!r}")
         sizes[name] = int(size)
     return mesh_of(sizes)
+
+
+def mesh_told(environ: Mapping[str, str]) -> ModelMesh | None:
+    """As HARNESS_MESH says; None without it. Raises BadInput."""
+    text = environ.get("HARNESS_MESH", "")
+    return parse(text) if text else None
+
+
+def replica_ranks_told(environ: Mapping[str, str]) -> int | None:
+    """As HARNESS_REPLICA_RANKS says; None without it. Raises BadInput."""
+    text = environ.get("HARNESS_REPLICA_RANKS", "")
+    if text and not (text.isdecimal() and len(text) <= 9 and int(text) >= 1):
+        raise BadInput(f"HARNESS_REPLICA_RANKS={text!r:.80}: wanted a number of ranks, at least 1")
+    return int(text) if text else None

@@ -322,6 +322,7 @@ class Sharded:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         # ranks that are given the same samples, as they share matrix products
         self.replica_ranks = max(tensor_parallel_ranks(p) for p in self.parameters)
+        self._copies_of = [copies_of(p) for p in self.parameters]
         needs(
             FSDPModule,
             "harness.fsdp2",
@@ -347,12 +348,8 @@ class Sharded:
     def reduce(self) -> None:
         """FSDP has waited for its reduce-scatters at the end of the backward."""
 
-    def _with_grad(self) -> list[nn.Parameter]:
-        return [p for p in self.parameters if p.grad is not None]
-
     def _local(self) -> list[torch.Tensor]:
-        grads = [p.grad for p in self._with_grad()]
-        return [getattr(g, "to_local", lambda g=g: g)() for g in grads]
+        return [_local_part(p.grad) for p in self.parameters if p.grad is not None]
 
     def divide(self, weight: float | torch.Tensor) -> None:
         if not _is_one(weight):
@@ -362,14 +359,15 @@ class Sharded:
     def norm(self) -> torch.Tensor:
         """Every element lies on as many ranks as `copies_of` says (`check_sharding` has seen to
         that), so the ranks' squares add up."""
-        squares = torch.stack(
-            [
-                torch.linalg.vector_norm(g, dtype=torch.float32) ** 2 / copies_of(p)
-                for g, p in zip(self._local(), self._with_grad(), strict=True)
-            ]
-        ).sum()
-        dist.all_reduce(squares)
-        return squares.sqrt()
+        squares: dict[int, list[torch.Tensor]] = {}
+        for p, copies in zip(self.parameters, self._copies_of, strict=True):
+            if p.grad is not None:
+                norm = torch.linalg.vector_norm(_local_part(p.grad), dtype=torch.float32)
+                squares.setdefault(copies, []).append(norm**2)
+        sums = [torch.stack(some).sum() / copies for copies, some in squares.items()]
+        total = torch.stack(sums).sum()
+        dist.all_reduce(total)
+        return total.sqrt()
 
     def clip(self, coefficient: torch.Tensor) -> None:
         for grad in self._local():
@@ -382,6 +380,11 @@ class Sharded:
     def share_found_inf(self, scaler: Any, optimizer: Any) -> None:
         for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
+
+
+def _local_part(grad: Any) -> torch.Tensor:
+    part: torch.Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
+    return part
 
 
 def _is_one(weight: float | torch.Tensor) -> bool:

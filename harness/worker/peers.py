@@ -20,7 +20,14 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from harness.core.batch import replicas_of
-from harness.core.mesh import DP_REPLICATE, ModelMesh, mesh_of, parse
+from harness.core.mesh import (
+    DP_REPLICATE,
+    ModelMesh,
+    copy_ranks,
+    mesh_of,
+    mesh_told,
+    replica_ranks_told,
+)
 from harness.core.world import BadInput, HarnessError
 from harness.node.progress import ProgressFile, WorkerPhase
 from harness.worker.hidden import ONE_GPU
@@ -84,10 +91,9 @@ class Peers:
         self.world = int(environ.get("WORLD_SIZE", 1))
         self.model_mesh = _model_mesh(environ, asked_mesh)
         self.replica_ranks = _replica_ranks(environ, replica_ranks, self.model_mesh)
-        self.copy_ranks = self.replica_ranks
+        self.copy_ranks = copy_ranks(self.model_mesh, self.replica_ranks)
         if self.model_mesh is not None:
             self.model_mesh.sizes(self.world)  # refused before anybody meets
-            self.copy_ranks = self.model_mesh.copy_ranks
         self.replicas = replicas_of(self.world, self.replica_ranks)
         self.replica = self.rank // self.replica_ranks
         self.leads_replica = self.rank % self.replica_ranks == 0
@@ -219,8 +225,7 @@ class Peers:
 
 def _model_mesh(environ: dict[str, str], asked: Mapping[str, int] | None) -> ModelMesh | None:
     """What the environment says, or else what the script asks for. Raises BadInput."""
-    text = environ.get("HARNESS_MESH", "")
-    told, wanted = parse(text) if text else None, mesh_of(asked) if asked else None
+    told, wanted = mesh_told(environ), mesh_of(asked) if asked else None
     if wanted is not None and told is not None and wanted != told:
         raise BadInput(
             f"attach(mesh=...) wants {wanted}: this world was formed of copies that are {told}; "
@@ -234,10 +239,7 @@ def _replica_ranks(
 ) -> int:
     """Ranks of each replica: what the environment says, or else what the script asks for; 1.
     Raises BadInput."""
-    text = environ.get("HARNESS_REPLICA_RANKS", "")
-    if text and not (text.isdecimal() and int(text) >= 1):
-        raise BadInput(f"HARNESS_REPLICA_RANKS={text!r}: wanted a number of ranks, at least 1")
-    told = int(text) if text else None
+    told = replica_ranks_told(environ)
     if model_mesh is not None:
         for said, how in ((told, "HARNESS_REPLICA_RANKS="), (asked, "attach(replica_ranks=...) ")):
             if said not in (None, model_mesh.replica_ranks):

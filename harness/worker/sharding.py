@@ -127,7 +127,7 @@ def check_sharding(model: nn.Module) -> None:
                 f"(distribute_tensor?); {use}"
             )
         ranks = mesh.mesh.flatten().tolist()
-        apart = world // mesh.size() if names == FSDP_DIMS else 1  # ranks that share a product
+        apart = tensor_parallel_ranks(p) if names == FSDP_DIMS else 1
         if ranks != list(range(dist.get_rank() % apart, world, apart)):
             raise BadInput(
                 f"{name}: wanted a mesh over ranks 0 to {world - 1} in this order, found one over "
