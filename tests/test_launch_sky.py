@@ -64,6 +64,7 @@ def led(tmp_path, monkeypatch):
     task = tmp_path / "task.yaml"
     task.write_text("name: t\nresources: {accelerators: 'H100:8', use_spot: true}\nrun: exec train\n")
     monkeypatch.setenv(SHARED, f"file://{tmp_path}/team")
+    monkeypatch.setenv("HOME", str(tmp_path / "nobody"))  # what a test notes is not the user's
     monkeypatch.setitem(sys.modules, "sky", None)  # as if SkyPilot were not installed
 
     def lead(computer, *, full=(), more=(), url=""):
