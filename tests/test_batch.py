@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from harness.core.batch import (
     MAX_SAMPLES,
     Batching,
+    Grouping,
     Plan,
     digest,
     expected_digest,
@@ -67,13 +68,13 @@ def test_ranks_that_make_no_whole_replicas_are_refused_in_words() -> None:
     with pytest.raises(
         BadInput, match="5 ranks make no whole number of replicas of 2 ranks; use 4 "
     ):
-        plan(8, 5, replica_ranks=2)
+        plan(8, 5, grouping=Grouping(2))
     with pytest.raises(BadInput, match="replicas of 4 ranks; use 4 ranks"):
-        plan(8, 3, replica_ranks=4)
+        plan(8, 3, grouping=Grouping(4))
     with pytest.raises(BadInput, match="at least 1 rank, found 0"):
-        plan(8, 5, replica_ranks=0)
+        plan(8, 5, grouping=Grouping(0))
     with pytest.raises(BadInput, match=r"found 3 replicas of 2 ranks, .* use at most 4 ranks"):
-        plan(2, 6, replica_ranks=2)
+        plan(2, 6, grouping=Grouping(2))
 
 
 def test_bad_plans_are_refused_in_words() -> None:
@@ -132,11 +133,11 @@ def test_a_plan_runs_over_replicas_and_all_ranks_of_one_do_the_same(
     replicas = data.draw(st.integers(1, micro_batches))
     ranks = replicas * replica_ranks
     speeds = data.draw(st.none() | st.lists(st.floats(1e-3, 1e3), min_size=ranks, max_size=ranks))
-    p = plan(micro_batches, ranks, speeds, replica_ranks)
+    p = plan(micro_batches, ranks, speeds, Grouping(replica_ranks))
     slowest = None
     if speeds is not None:
         slowest = [min(speeds[i * replica_ranks :][:replica_ranks]) for i in range(replicas)]
-    assert p == Plan(plan(micro_batches, replicas, slowest).shares, replica_ranks)
+    assert p == Plan(plan(micro_batches, replicas, slowest).shares, Grouping(replica_ranks))
     assert p.ranks == ranks
     done = [p.micros(rank) for rank in range(ranks)]
     firsts = done[::replica_ranks]

@@ -63,7 +63,8 @@ class LaunchPlan:
         ranks = nodes * self.choice.workers
         whole = ranks - ranks % copy_ranks(self.mesh, self.replica_ranks)
         try:
-            return batch.plan(self.micro_batches, whole, replica_ranks=self.replica_ranks).shares
+            grouping = batch.Grouping(self.replica_ranks)
+            return batch.plan(self.micro_batches, whole, grouping=grouping).shares
         except BadInput:
             return None
 

@@ -97,16 +97,41 @@ class Batching:
 
 
 @dataclass(frozen=True)
+class Grouping:
+    """Which ranks are given the same samples, and make a replica: `ranks` of each.
+
+    They have consecutive numbers within a stage of a pipeline. `stages` of it, and `abreast`
+    replicas that share a copy of the model, lie as rows and columns: rank 5 of
+    `Grouping(ranks=4, stages=2, abreast=2)` belongs to replica 0, since the first stage of both
+    replicas comes before the second.
+    """
+
+    ranks: int = 1
+    stages: int = 1
+    abreast: int = 1
+
+    def replica(self, rank: int) -> int:
+        """The replica that `rank` is in."""
+        copy, within = divmod(rank, self.ranks * self.abreast)
+        return copy * self.abreast + within // (self.ranks // self.stages) % self.abreast
+
+    def leads(self, rank: int) -> bool:
+        """Is it the first of its replica?"""
+        row = self.ranks // self.stages
+        return rank % (self.ranks * self.abreast) in range(0, row * self.abreast, row)
+
+
+@dataclass(frozen=True)
 class Plan:
     """How many micro-batches of every step each replica does; contiguous, in the order of replicas.
     All ranks of a replica do the same ones."""
 
     shares: tuple[int, ...]
-    replica_ranks: int = 1  # ranks of each replica
+    grouping: Grouping = Grouping()
 
     @property
     def ranks(self) -> int:
-        return len(self.shares) * self.replica_ranks
+        return len(self.shares) * self.grouping.ranks
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -123,7 +148,7 @@ class Plan:
         """The replica that `rank` is in."""
         if not 0 <= rank < self.ranks:
             raise IndexError(f"rank {rank} of a plan for {self.ranks} ranks")
-        return rank // self.replica_ranks
+        return self.grouping.replica(rank)
 
     def micros(self, rank: int) -> range:
         """The micro-batches of `rank`, and of all others of its replica."""
@@ -148,7 +173,7 @@ def plan(
     micro_batches: int,
     ranks: int,
     speeds: Sequence[float] | None = None,
-    replica_ranks: int = 1,
+    grouping: Grouping = Grouping(),
 ) -> Plan:
     """Share `micro_batches` out over the replicas that `ranks` make, at least one to each.
 
@@ -160,6 +185,7 @@ def plan(
     """
     if ranks < 1:
         raise BadInput(f"a plan needs at least 1 rank, found {ranks}; start a worker")
+    replica_ranks = grouping.ranks
     replicas = replicas_of(ranks, replica_ranks)
     if replicas > micro_batches:
         what = "ranks" if replica_ranks == 1 else f"replicas of {replica_ranks} ranks"
@@ -172,14 +198,16 @@ def plan(
     if speeds is None:
         share, larger = divmod(micro_batches, replicas)
         shares = (share + 1,) * larger + (share,) * (replicas - larger)
-        return Plan(shares, replica_ranks)
+        return Plan(shares, grouping)
     if len(speeds) != ranks or not all(math.isfinite(s) and s > 0 for s in speeds):
         raise BadInput(
             f"speeds must be {ranks} positive finite numbers, one per rank, found {list(speeds)}; "
             "leave them out if unknown"
         )
-    slowest = [min(speeds[i : i + replica_ranks]) for i in range(0, ranks, replica_ranks)]
-    return Plan(_by_speed(micro_batches, slowest), replica_ranks)
+    slowest = [math.inf] * replicas
+    for rank, speed in enumerate(speeds):
+        slowest[grouping.replica(rank)] = min(slowest[grouping.replica(rank)], speed)
+    return Plan(_by_speed(micro_batches, slowest), grouping)
 
 
 def replicas_of(ranks: int, replica_ranks: int) -> int:

@@ -1,11 +1,13 @@
 """The mesh of a run, in the words of torch's DeviceMesh: how the ranks of one copy share it.
 
 Pure. Ranks are numbered with `dp_replicate` outermost, so that a copy of the model has consecutive
-ranks, and within it the ranks that are given the same samples have:
+ranks. What talks most is innermost and stays inside a node; the stages of a pipeline talk least. With
+the places on each dimension:
 
-    rank = (dp_replicate * dp_shard + dp_shard's place) * tp + tp's place
+    rank = (((dp_replicate * PP + pp) * DP_SHARD + dp_shard) * CP + cp) * TP + tp
 
-Only `dp_replicate` changes while a run goes on: copies come and go, whole.
+`ep` makes no ranks of its own: experts are shared out over ranks of `dp_shard`. Only `dp_replicate`
+changes while a run goes on: copies come and go, whole.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from harness.core.batch import Grouping
 from harness.core.world import BadInput
 
 DP_REPLICATE = "dp_replicate"
@@ -20,23 +23,33 @@ KNOWN = {"cp": "context parallelism", "pp": "pipelines", "ep": "expert paralleli
 MOST = 1 << 16  # ranks of a copy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelMesh:
     """`dp_shard`: ranks that share parameters, gradients and optimizer state, and are given samples
-    of their own (FSDP); `tp`: ranks that share matrix products, and are given the same samples."""
+    of their own (FSDP). The others are given the same samples: `pp` ranks share the layers, `cp`
+    the positions of a sequence, `tp` matrix products. `ep`: of `dp_shard`, those that share the
+    experts of a layer."""
 
+    pp: int = 1
     dp_shard: int = 1
+    cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     @property
     def replica_ranks(self) -> int:
         """Ranks that are given the same samples."""
-        return self.tp
+        return self.pp * self.cp * self.tp
 
     @property
     def copy_ranks(self) -> int:
         """Ranks that hold one copy of the model together: a world is a multiple of it."""
-        return self.dp_shard * self.tp
+        return self.replica_ranks * self.dp_shard
+
+    @property
+    def grouping(self) -> Grouping:
+        """Which ranks make a replica."""
+        return Grouping(self.replica_ranks, self.pp, self.dp_shard)
 
     def sizes(self, world: int) -> dict[str, int]:
         """Of all dimensions, in the order of ranks. Raises BadInput if no whole number of copies
@@ -50,7 +63,8 @@ class ModelMesh:
                 f"{self.copy_ranks} ranks; use {near} ranks, or another mesh (harness run --mesh, "
                 "HARNESS_MESH)"
             )
-        return {DP_REPLICATE: copies, "dp_shard": self.dp_shard, "tp": self.tp}
+        inner = {"pp": self.pp, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
+        return {DP_REPLICATE: copies, **inner}
 
     def __str__(self) -> str:
         """As `parse` reads it."""
@@ -69,7 +83,8 @@ WORDS = tuple(f.name for f in fields(ModelMesh))
 def mesh_of(sizes: Mapping[str, int]) -> ModelMesh:
     """From sizes by name; those that are not named are 1. `dp_replicate` may be -1: as many as
     there are ranks for, which it always is. Raises BadInput."""
-    wanted = f"wanted sizes of {' and '.join(WORDS)}, such as dp_shard=8,tp=2"
+    there = [name for name in WORDS if name not in KNOWN]
+    wanted = f"wanted sizes of {' and '.join(there)}, such as dp_shard=8,tp=2"
     for name, size in sizes.items():
         if name == DP_REPLICATE and size == -1:
             continue
@@ -85,6 +100,8 @@ def mesh_of(sizes: Mapping[str, int]) -> ModelMesh:
         if type(size) is not int or not 1 <= size <= MOST:
             raise BadInput(f"mesh: {wanted}; found {name}={size!r}: it is from 1 to {MOST}")
     found = ModelMesh(**{name: size for name, size in sizes.items() if name in WORDS})
+    if found.dp_shard % found.ep:
+        raise BadInput(f"mesh {found}: wanted ep to divide dp_shard, over whose ranks experts lie")
     if found.copy_ranks > MOST:
         raise BadInput(f"mesh {found}: wanted at most {MOST} ranks of a copy")
     return found

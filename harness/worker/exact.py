@@ -44,7 +44,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,9 @@ from harness.worker.exact_sharded import ExactSharded
 from harness.worker.parallel import BUCKET_BYTES, Replicated
 from harness.worker.rounding import NAMES, WORDS, exact_norm
 from harness.worker.sharding import is_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass
@@ -248,9 +251,10 @@ def exact_strategy_for(
     reduce: str,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> ExactReplicated | ExactSharded:
-    """`reduce`: "exact" (64 bits) or "exact32". `group`: the ranks that sum; None: all. Raises
-    BadInput for what cannot be made exact."""
+    """`reduce`: "exact" (64 bits) or "exact32". `group`: the ranks that sum; None: all. `mesh`: of
+    all ranks, if the run has one. Raises BadInput for what cannot be made exact."""
     if not is_sharded(model):
         return ExactReplicated(model, WORDS[reduce], group=group)
     if any(
@@ -266,4 +270,4 @@ def exact_strategy_for(
             "exact sums with fsdp2 need an optimizer that treats all elements alike; on a CPU make "
             "it with fused=False"
         )
-    return ExactSharded(model, WORDS[reduce])
+    return ExactSharded(model, WORDS[reduce], mesh)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from harness.worker.counting import Counting
 from harness.worker.parallel import Sharded
 from harness.worker.rounding import NAMES, exact_norm
 from harness.worker.sharding import fsdp_groups, needs
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass
@@ -45,8 +48,8 @@ class ExactSharded(Sharded):
 
     may_repeat = True
 
-    def __init__(self, model: nn.Module, word: int = 64):
-        super().__init__(model)
+    def __init__(self, model: nn.Module, word: int = 64, device_mesh: DeviceMesh | None = None):
+        super().__init__(model, device_mesh)
         self.sums = NAMES[word]
         self.counting = Counting(
             self.parameters, {id(p): name for name, p in model.named_parameters()}, word
@@ -54,8 +57,8 @@ class ExactSharded(Sharded):
         self._last = self._filler = False
         if self.replica_ranks > 1:
             raise BadInput(
-                f"reduce={self.sums!r} sums over dp_shard and dp_replicate; found tp="
-                f"{self.replica_ranks}: use reduce='fast', or a mesh without tp"
+                f"reduce={self.sums!r} sums over dp_shard and dp_replicate; found replicas of "
+                f"{self.replica_ranks} ranks: use reduce='fast', or a mesh without tp"
             )
         mesh: Any = self.parameters[0].device_mesh  # type: ignore[attr-defined]
         # the ranks at the same place of all copies of the model; None: there is one copy

@@ -75,7 +75,7 @@ class Feed:
     def shared_out(self, micro_batches: int) -> Plan:
         """Which rank of this world does which of so many. Raises TooManyRanks."""
         peers = self._peers
-        return plan(micro_batches, peers.world, self._speeds, peers.replica_ranks)
+        return plan(micro_batches, peers.world, self._speeds, peers.grouping)
 
     def identity(self, model: nn.Module, reduce: str) -> dict[str, Any]:
         """What must stay the same for the whole run."""

@@ -10,7 +10,7 @@ step, so that a resumed run sums in another order than one never stopped.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,15 @@ from harness.core.world import BadInput
 from harness.worker.norm_once import once as norm_once
 from harness.worker.norms import has_sync_norm
 from harness.worker.sharding import (
+    FSDP_DIMS,
     check_sharding,
     copies_of,
     is_sharded,
     needs,
-    tensor_parallel_ranks,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 BUCKET_BYTES = 25 << 20
 
@@ -311,18 +314,22 @@ class Sharded:
     name, equal_rounds, may_repeat = "fsdp2", True, False
     sums, replica_ranks = "fast", 1
 
-    def __init__(self, model: nn.Module):
-        """Raises BadInput for what would not be summed right; see `check_sharding`."""
+    def __init__(self, model: nn.Module, mesh: DeviceMesh | None = None):
+        """`mesh`: of all ranks, if there is one of several dimensions. Raises BadInput for what
+        would not be summed right; see `check_sharding`."""
         from torch.distributed.fsdp import FSDPModule
 
-        check_sharding(model)
+        check_sharding(model, mesh)
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         inside = {id(child) for m in self._modules for child in m.modules() if child is not m}
         self._roots = [m for m in self._modules if id(m) not in inside]
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        # ranks that are given the same samples, as they share matrix products
-        self.replica_ranks = max(tensor_parallel_ranks(p) for p in self.parameters)
-        self._copies_of = [copies_of(p) for p in self.parameters]
+        stages = 1
+        sharded: list[Any] = self.parameters
+        if mesh is not None and any(p.device_mesh.ndim > 1 for p in sharded):
+            self.replica_ranks, stages = mesh.size() // mesh[FSDP_DIMS].size(), mesh["pp"].size()
+        ranks = dist.get_world_size() // stages
+        self._copies_of = [copies_of(p, ranks) for p in self.parameters]
         needs(
             FSDPModule,
             "harness.fsdp2",
@@ -419,10 +426,12 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count != 1)}"
 
 
-def strategy_for(model: nn.Module, group: dist.ProcessGroup | None = None) -> Strategy:
-    """`group`: the ranks that sum; None: all."""
+def strategy_for(
+    model: nn.Module, group: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None
+) -> Strategy:
+    """`group`: the ranks that sum; None: all. `mesh`: of all ranks, if the run has one."""
     if is_sharded(model):
-        return Sharded(model)
+        return Sharded(model, mesh)
     alone = not dist.is_initialized() or dist.get_world_size(group) == 1
     strategy: Single | Replicated = (
         Single(model.parameters()) if alone else Replicated(model.parameters(), group=group)

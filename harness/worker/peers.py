@@ -1,9 +1,8 @@
 """The ranks of this world, which of them this process is, and the replicas that they make. Runs in
 the worker.
 
-A replica is one copy of the model: `replica_ranks` ranks with consecutive numbers, which work on
-the same micro-batches. Every method that talks to the others must be called by all of them, at the
-same point.
+A replica is `replica_ranks` ranks that work on the same micro-batches: `Grouping` says which. Every
+method that talks to the others must be called by all of them, at the same point.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from harness.core.batch import replicas_of
+from harness.core.batch import Grouping, replicas_of
 from harness.core.mesh import (
     DP_REPLICATE,
     ModelMesh,
@@ -71,9 +70,9 @@ def _store(environ: dict[str, str]) -> PrefixStore | None:
 class Peers:
     """`control`: the group of all ranks on the host (gloo); None: this one is alone.
 
-    `replica_ranks`: of each replica; `replicas`: how many there are; `replica`: which of them this
-    rank is in; `leads_replica`: it is the first rank of it, and speaks for it where each replica
-    counts once. `model_mesh`: as it was asked for; `copy_ranks`: ranks that hold one copy of the
+    `replica_ranks`: of each replica, `grouping`: which they are; `replicas`: how many there are;
+    `replica`: which of them this rank is in; `leads_replica`: it is the first rank of it, and
+    speaks for it where each replica counts once. `model_mesh`: as it was asked for; `copy_ranks`: ranks that hold one copy of the
     model together, one replica or several.
     """
 
@@ -95,8 +94,10 @@ class Peers:
         if self.model_mesh is not None:
             self.model_mesh.sizes(self.world)  # refused before anybody meets
         self.replicas = replicas_of(self.world, self.replica_ranks)
-        self.replica = self.rank // self.replica_ranks
-        self.leads_replica = self.rank % self.replica_ranks == 0
+        mesh = self.model_mesh
+        self.grouping = Grouping(self.replica_ranks) if mesh is None else mesh.grouping
+        self.replica = self.grouping.replica(self.rank)
+        self.leads_replica = self.grouping.leads(self.rank)
         self.host = environ.get("HARNESS_HOST") or this_machine()
         self.device = (
             torch.device("cuda", 0 if environ.get(ONE_GPU) else self.local_rank)
@@ -155,6 +156,11 @@ class Peers:
         shape, names = tuple(sizes.values()), tuple(sizes)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
+    @property
+    def model_devices(self) -> DeviceMesh | None:
+        """`mesh`, if one was asked for."""
+        return None if self.model_mesh is None else self.mesh
+
     @functools.cached_property
     def across(self) -> dist.ProcessGroup | None:
         """The ranks at the same place of all replicas; None: all ranks. All ranks ask for it at
@@ -207,7 +213,8 @@ class Peers:
             return float(mine)
         every = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(every, mine, group=self.control)
-        return math.fsum(float(v) for v in every[:: self.replica_ranks])
+        leads = self.grouping.leads
+        return math.fsum(float(v) for rank, v in enumerate(every) if leads(rank))
 
     def gather_steps(self, step: int) -> set[int]:
         """The steps at which the ranks are."""

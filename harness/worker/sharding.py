@@ -75,9 +75,9 @@ def fsdp_groups(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def check_sharding(model: nn.Module) -> None:
+def check_sharding(model: nn.Module, run_mesh: DeviceMesh | None = None) -> None:
     """Raises BadInput, naming parameters, unless all that trains is sharded by FSDP2 over one mesh
-    of all ranks, in their order.
+    of all ranks, in their order, or over `FSDP_DIMS` of `run_mesh`.
 
     Only then is every element of every gradient on one rank, and summed over all ranks. Frozen
     parameters may be plain.
@@ -126,11 +126,12 @@ def check_sharding(model: nn.Module) -> None:
                 f"{name}: wanted it sharded by fully_shard, found a DTensor of another origin "
                 f"(distribute_tensor?); {use}"
             )
-        ranks = mesh.mesh.flatten().tolist()
-        apart = tensor_parallel_ranks(p) if names == FSDP_DIMS else 1
-        if ranks != list(range(dist.get_rank() % apart, world, apart)):
+        ranks, wanted = mesh.mesh.flatten().tolist(), list(range(world))
+        if run_mesh is not None and mesh.ndim > 1:
+            wanted = run_mesh[names].mesh.flatten().tolist()
+        if ranks != wanted:
             raise BadInput(
-                f"{name}: wanted a mesh over ranks 0 to {world - 1} in this order, found one over "
+                f"{name}: wanted a mesh over ranks {_row(wanted)} in this order, found one over "
                 f"ranks {ranks}; {use}"
             )
         meshes.setdefault(mesh.device_type, name)
@@ -139,14 +140,20 @@ def check_sharding(model: nn.Module) -> None:
         raise BadInput(f"wanted one mesh for all parameters, found {found}; {use}")
 
 
+def _row(ranks: list[int]) -> str:
+    in_a_row = ranks == list(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]} to {ranks[-1]}" if in_a_row else str(ranks)
+
+
 def _some(names: Iterable[str]) -> str:
     first = list(names)
     return ", ".join(first[:3]) + (f" and {len(first) - 3} more" if len(first) > 3 else "")
 
 
-def copies_of(p: Any) -> int:
-    """How many ranks hold the same elements of this sharded tensor (a DTensor)."""
-    count: int = dist.get_world_size() // p.device_mesh.size()
+def copies_of(p: Any, ranks: int) -> int:
+    """How many ranks hold the same elements of this sharded tensor (a DTensor). `ranks`: that hold
+    a part of it, or the same as others."""
+    count: int = ranks // p.device_mesh.size()
     for size, at in zip(p.device_mesh.shape, p.placements, strict=True):
         count *= size if at.is_replicate() else 1
     return count
@@ -155,14 +162,6 @@ def copies_of(p: Any) -> int:
 def is_split(p: Any) -> bool:
     """By tensor parallelism, and not sharded yet."""
     return hasattr(p, "placements") and "dp_shard" not in (p.device_mesh.mesh_dim_names or ())
-
-
-def tensor_parallel_ranks(p: Any) -> int:
-    """Ranks that share the product with this sharded parameter (a DTensor)."""
-    mesh = p.device_mesh
-    if mesh.mesh_dim_names == FSDP_DIMS:
-        return int(dist.get_world_size() // mesh.size())
-    return 1 if mesh.ndim == 1 else int(mesh.shape[-1])
 
 
 def check_unwrapped(model: nn.Module) -> None:

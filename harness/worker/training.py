@@ -127,9 +127,15 @@ class Training:
         if asked is not None:
             chosen = asked
         elif self.reduce == "fast":
-            chosen = strategy_for(self.model, self._named())
+            chosen = strategy_for(self.model, self._named(), self._peers.model_devices)
         else:
-            chosen = exact_strategy_for(self.model, self.reduce, self.optimizers, self._named())
+            chosen = exact_strategy_for(
+                self.model,
+                self.reduce,
+                self.optimizers,
+                self._named(),
+                self._peers.model_devices,
+            )
         mesh = self._peers.model_mesh
         if (
             asked is None
