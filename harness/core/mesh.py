@@ -1,7 +1,7 @@
 """The mesh of a run, in the words of torch's DeviceMesh: how the ranks of one copy share it.
 
 Pure. Ranks are numbered with `dp_replicate` outermost, so that a copy of the model has consecutive
-ranks. What talks most is innermost and stays inside a node; the stages of a pipeline talk least. With
+ranks. What talks most is innermost and stays inside a node; stages of a pipeline talk least. With
 the places on each dimension:
 
     rank = (((dp_replicate * PP + pp) * DP_SHARD + dp_shard) * CP + cp) * TP + tp

@@ -72,8 +72,8 @@ class Peers:
 
     `replica_ranks`: of each replica, `grouping`: which they are; `replicas`: how many there are;
     `replica`: which of them this rank is in; `leads_replica`: it is the first rank of it, and
-    speaks for it where each replica counts once. `model_mesh`: as it was asked for; `copy_ranks`: ranks that hold one copy of the
-    model together, one replica or several.
+    speaks for it where each replica counts once. `model_mesh`: as it was asked for; `copy_ranks`:
+    ranks that hold one copy of the model together, one replica or several.
     """
 
     def __init__(
