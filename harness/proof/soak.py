@@ -38,7 +38,8 @@ from harness.views.words import plural
 from storage.opening import open_store
 from storage.snapshots import Snapshots
 
-LEFT = 4  # how `harness launch` ends that cannot lead on, and leaves the nodes training
+FAILED = 1  # how `harness launch` ends that has launched nothing
+LEFT = 4  # ... that cannot lead on, and leaves the nodes training
 GET_ON_S = 240.0  # for a run to commit something new after a fault
 END_S = 120.0  # for a run to stop, and for its last processes to be gone
 TELL_LIFE_S = 60.0  # shorter lives tell nothing about growth
@@ -187,6 +188,11 @@ class SoakedRun:
             )
         return self.controller
 
+    def began_in_silence(self, ended: int) -> bool:
+        """Did the controller end because the store was silent when it began?"""
+        said = (self.folder / f"launch{self.launches}.log").read_text(errors="replace").rstrip()
+        return ended == FAILED and said.count("\n") == 0 and said.endswith("no answer (drill)")
+
     def seats(self) -> dict[str, list[psutil.Process]]:
         """Every living process of the run, by seat; agents oldest first."""
         found: dict[str, list[psutil.Process]] = {}
@@ -322,7 +328,7 @@ def _faults(
     while n < share:
         if (ended := s.controller.poll()) is not None:
             # as a supervisor does, whom a controller that cannot lead on asks to try again
-            if ended not in (-signal.SIGKILL, LEFT):
+            if ended not in (-signal.SIGKILL, LEFT) and not s.began_in_silence(ended):
                 raise AssertionError(
                     f"after {n} faults the controller ended by itself, {ended}:\n{_last(s)}"
                 )
