@@ -241,6 +241,17 @@ def test_nothing_is_said_to_who_does_not_know_the_key():
     assert said.data.startswith(b"b\n{") and b"key" not in json.loads(said.data[2:])
 
 
+def test_who_has_begun_to_prove_itself_is_answered_with_a_proof_only():
+    """A plain answer in the middle of it would be taken for another's: a death, at once."""
+    p = LinesProtocol("b", 0.5, 0.0, key="secret")
+    conn, shaken = asked(p, "a", "secret")
+    p.follow({}, 0.0, keyless=["a"])
+    assert not p.take()
+    p.received(conn, f"{shaken.proof('call', 'b', 'a')}\n".encode(), 0.0)
+    (said,) = [a for a in p.take() if isinstance(a, Transmit)]
+    assert said.data.startswith(f"b {shaken.proof('answer', 'b', 'a')}\n".encode())
+
+
 def test_who_greets_as_the_first_version_is_refused_and_told():
     p = LinesProtocol("b", 0.5, 0.0, key="secret")
     overheard = first_proof("secret", "call", "b", "a")

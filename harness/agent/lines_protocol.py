@@ -212,7 +212,8 @@ class LinesProtocol:
                 if name not in self._lines:
                     self._dial(self._lines.setdefault(name, _Line(name, door)), now)
         for conn, caller in list(self._callers.items()):  # who was waited for
-            if not caller.introduced and caller.name and self._may_be_plain(caller.name):
+            named = caller.name and caller.handshake is None  # who began a proof waits for ours
+            if not caller.introduced and named and self._may_be_plain(caller.name):
                 self._greet(conn, caller)
 
     @property
