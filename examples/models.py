@@ -128,13 +128,11 @@ class Mlp(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each token goes through those of the SwiGLU experts that the router likes best, and takes
-    them in by how much (Mixtral)."""
+    """SwiGLU, once for each expert: all in three parameters, whose first dimension is theirs."""
 
     def __init__(self, shape: harness.ModelShape):
         super().__init__()
-        self.layers, self.each = shape.layers, shape.experts_per_token
-        self.router = Linear(shape.dim, shape.experts)
+        self.layers = shape.layers
         e, f, d = shape.experts, shape.hidden, shape.dim
         self.gate, self.up = (nn.Parameter(torch.empty(e, f, d)) for _ in "gu")
         self.out = nn.Parameter(torch.empty(e, d, f))
@@ -145,17 +143,37 @@ class Experts(nn.Module):
         nn.init.normal_(self.up, std=STD)
         nn.init.normal_(self.out, std=STD / math.sqrt(2 * self.layers))
 
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """(n, dim) -> (n, dim). `rows` in the order of their experts; `counts` (experts,): how many
+        each has."""
+        weights = zip(self.gate, self.up, self.out, strict=True)
+        return torch.cat(
+            [
+                F.linear(F.silu(F.linear(mine, gate)) * F.linear(mine, up), out)
+                for mine, (gate, up, out) in zip(rows.split(counts.tolist()), weights, strict=True)
+            ]
+        )
+
+
+class Mixture(nn.Module):
+    """Each token goes through those of the experts that the router likes best, and takes them in by
+    how much (Mixtral)."""
+
+    def __init__(self, shape: harness.ModelShape):
+        super().__init__()
+        self.each = shape.experts_per_token
+        self.router, self.experts = Linear(shape.dim, shape.experts), Experts(shape)
+
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
-        likes, chosen = self.router(tokens).float().softmax(-1).topk(self.each)  # (N, each)
+        logits = self.router(tokens)
+        likes, chosen = logits.float().softmax(-1).topk(self.each)  # (n, each)
         likes = (likes / likes.sum(-1, keepdim=True)).type_as(x)
-        made = torch.zeros_like(tokens)
-        for e in range(len(self.gate)):
-            at, rank = (chosen == e).nonzero(as_tuple=True)
-            mine = tokens[at]
-            inner = F.silu(F.linear(mine, self.gate[e])) * F.linear(mine, self.up[e])
-            made = made.index_add(0, at, F.linear(inner, self.out[e]) * likes[at, rank, None])
-        return made.view_as(x)
+        counts = torch.bincount(chosen.flatten(), minlength=logits.shape[1])
+        order = chosen.flatten().argsort(stable=True)  # by expert, then as tokens come
+        rows = tokens.repeat_interleave(self.each, dim=0)[order]
+        back = self.experts(rows, counts)[order.argsort()].unflatten(0, chosen.shape)
+        return (back * likes.unsqueeze(-1)).sum(1).view_as(x)
 
 
 class Block(nn.Module):
@@ -163,7 +181,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm_1, self.attention = norm(shape), Attention(shape)
         self.norm_2 = norm(shape)
-        self.mlp = Experts(shape) if shape.experts else Mlp(shape)
+        self.mlp = Mixture(shape) if shape.experts else Mlp(shape)
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         x = x + self.attention(self.norm_1(x), cos, sin)
@@ -208,16 +226,24 @@ class Transformer(nn.Module):
         x = self.norm(x)
         return F.linear(x, self.embed.weight) if self.head is None else self.head(x)
 
+    def parameter_count(self) -> int:
+        return self.config.parameters
 
-def split(model: Transformer, mesh: Any) -> None:
+    def flops_per_token(self, length: int) -> float:
+        return self.config.flops_per_token(length)
+
+
+def split_products(model: nn.Module, mesh: Any) -> None:
     """Share the matrix products of the blocks over the ranks of a mesh of one dimension (tensor
-    parallelism). Raises BadInput for heads that the ranks cannot share out."""
+    parallelism). Raises BadInput for a model whose products cannot be shared out."""
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
         parallelize_module,
     )
 
+    if not isinstance(model, Transformer):
+        raise harness.BadInput("tp: wanted a model of models.py (--model), found one of gpt.py")
     shape, ranks = model.config, mesh.size()
     if shape.kv_heads % ranks or shape.heads % ranks or shape.hidden % ranks or shape.experts:
         raise harness.BadInput(

@@ -94,7 +94,7 @@ _EXPERTS = (
     *_same({"mlp.router.weight": "block_sparse_moe.gate.weight"}, _LAYER),
     *(
         NamesRule(
-            (f"blocks.*.mlp.{ours}",),
+            (f"blocks.*.mlp.experts.{ours}",),
             (f"{_LAYER}.*.block_sparse_moe.experts.#.{theirs}.weight",),
             (rows,),
         )

@@ -45,7 +45,7 @@ if run.world > 1:
     tp = run.mesh["tp"]
     if tp.size() > 1:
         model = models.Transformer(harness.model_shape(a.source), 16)
-        models.split(model, tp)
+        models.split_products(model, tp)
     harness.fsdp2(model, run)
 harness.load_pretrained(model, a.source)
 if run.world > 1:

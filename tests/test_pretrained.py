@@ -93,7 +93,7 @@ def test_experts_are_taken_apart(tmp_path):
     model = tiny("moe-tiny")
     made = exported(model, tmp_path / "out", shard_nbytes=200_000)
     assert len(made.files) > 3
-    found, experts = files(tmp_path / "out"), model.blocks[1].mlp
+    found, experts = files(tmp_path / "out"), model.blocks[1].mlp.experts
     for e in range(8):
         for theirs, ours in (("w1", experts.gate), ("w3", experts.up), ("w2", experts.out)):
             name = f"model.layers.1.block_sparse_moe.experts.{e}.{theirs}.weight"
