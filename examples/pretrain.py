@@ -105,7 +105,7 @@ class Flags:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of `mesh`, by name. Raises ValueError."""
+        """Of `mesh`, by name."""
         return {k: int(n) for k, _, n in (w.partition("=") for w in self.mesh.split(",") if w)}
 
 
@@ -129,7 +129,10 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
             how["type"] = next(t for t in get_args(hint) or (hint,) if t is not type(None))
         parser.add_argument("--" + f.name.replace("_", "-"), **how)
     values = vars(parser.parse_args(argv))
-    return Flags(**{**values, "data": tuple(values["data"])})
+    flags = Flags(**{**values, "data": tuple(values["data"])})
+    if flags.mesh and not all(w.partition("=")[2].isdecimal() for w in flags.mesh.split(",")):
+        parser.error(f"--mesh {flags.mesh}: wanted NAME=SIZE,..., such as dp_shard=2,tp=2")
+    return flags
 
 
 def schedule(step: int, warmup: int, total: int, lowest: float = 0.1) -> float:

@@ -199,7 +199,7 @@ def moves(config: Mapping[str, Any], ours: Collection[str]) -> tuple[MovedRows, 
     best: list[MovedRows] = []
     left = set(ours)
     for table in TABLES[kind]:
-        found = list(_matched(table, ours, _rows(config), _experts(config)))
+        found = list(_matched(table, ours, config))
         unknown = set(ours) - {one.ours for one in found}
         if len(unknown) < len(left):
             best, left = found, unknown
@@ -230,17 +230,13 @@ def _rows(config: Mapping[str, Any]) -> dict[str, int]:
         kv_heads = int(config.get("num_key_value_heads") or heads)
         hidden = int(config["intermediate_size"])
         sizes = {"dim": dim, "q": heads * head, "k": kv_heads * head, "hidden": hidden}
-        return sizes | {"head": head}
+        return sizes | {"head": head, "experts": int(config.get("num_local_experts") or 0)}
     except (KeyError, TypeError, ValueError) as e:
         raise ValueError(f"config.json: wanted the model's sizes, found none ({e})") from e
 
 
-def _experts(config: Mapping[str, Any]) -> int:
-    return int(config.get("num_local_experts") or 0)
-
-
 def _matched(
-    table: Sequence[NamesRule], names: Collection[str], rows: Mapping[str, int], experts: int
+    table: Sequence[NamesRule], names: Collection[str], config: Mapping[str, Any]
 ) -> Iterator[MovedRows]:
     for rule in table:
         pattern = re.compile(re.escape(rule.ours[0]).replace(r"\*", r"(\d+)"))
@@ -248,17 +244,17 @@ def _matched(
             layer = found[1] if pattern.groups else ""
             ours = [name.replace("*", layer) for name in rule.ours]
             if set(ours) <= set(names):
-                yield from _placed(rule, ours, layer, rows, experts)
+                yield from _placed(rule, ours, layer, _rows(config))
 
 
 def _placed(
-    rule: NamesRule, ours: list[str], layer: str, rows: Mapping[str, int], experts: int
+    rule: NamesRule, ours: list[str], layer: str, rows: Mapping[str, int]
 ) -> Iterator[MovedRows]:
     theirs = [name.replace("*", layer) for name in rule.theirs]
     layout = f"{PAIRS}:{rows['head']}" if rule.layout == PAIRS else rule.layout
     if "#" in theirs[0]:
         n = rows[rule.rows[0]]
-        for e in range(experts):
+        for e in range(rows["experts"]):
             name = theirs[0].replace("#", str(e))
             yield MovedRows(ours[0], e * n, name, 0, n, layout, stack=n)
         return

@@ -40,6 +40,8 @@ def test_ranks_of_a_mesh_read_their_shards_and_train_on(tmp_path, mesh):
     assert not torch.equal(after["model.norm.weight"], before["model.norm.weight"].float())
     reads = json.loads((tmp_path / "from/reads.json").read_text())
     assert 0 < max(reads.values()) < 1.1 * min(reads.values())
+    whole = sum(t.nbytes for t in before.values())
+    assert max(reads.values()) < 0.55 * whole  # what a rank holds, and columns of others' rows
 
 
 TRAINER = Path(__file__).parent.parent / "examples" / "pretrain.py"

@@ -55,6 +55,7 @@ def test_states_are_those_of_the_real_modules(name):
     optimizer = torch.optim.AdamW(model.parameters())
     assert held.parameters == sum(p.nbytes for p in model.parameters())
     assert held.gradients == held.parameters and held.optimizer == 2 * held.parameters
+    assert held.gathered == held.parameters / 2  # as autocast rounds it
     assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
 
 
@@ -213,6 +214,9 @@ def test_what_cannot_be_planned_is_refused():
         best_plans(named_shape("gpt2"), h100(), 0, 1024)
     with pytest.raises(BadInput, match="samples of at most 1024 tokens"):
         best_plans(named_shape("gpt2"), h100(), 8, 2048)
+    with pytest.raises(BadInput, match="at most 65536 GPUs, found 80000"):
+        best_plans(named_shape("gpt2"), h100(10_000), 8, 1024)
+    assert best_plans(named_shape("gpt2"), h100(), 10**18, 1024)  # at once
 
 
 # ---- the command ---------------------------------------------------------------------------------

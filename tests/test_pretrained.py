@@ -153,10 +153,29 @@ def test_names_that_are_not_ours_stay(tmp_path):
     """Of a model that is Hugging Face's own, or nobody's."""
     config = named_shape("llama-tiny").to_dict()
     assert moves(config, ["model.norm.weight", "lm_head.weight"]) == ()
+    assert moves({"model_type": "llama"}, ["model.norm.weight"]) == ()
     with pytest.raises(ValueError, match=r"blocks.0.attention.sink: wanted tensors of a llama"):
         moves(config, ["embed.weight", "norm.weight", "blocks.0.attention.sink"])
     with pytest.raises(ValueError, match="wanted a model_type of llama, qwen2"):
         moves({"model_type": "bert"}, ["embed.weight"])
+
+
+def test_of_an_old_snapshot_the_config_is_given(tmp_path):
+    """It does not say what its model is. An average of the weights has the same names."""
+    model, store = tiny("llama-tiny"), memory()
+    manifest = save(store, Ref(1, 5), model.state_dict())
+    (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict()))
+    export(Snapshots(store), manifest, tmp_path / "plain")
+    assert "blocks.0.attention.q.weight" in files(tmp_path / "plain")
+    assert not (tmp_path / "plain/config.json").exists()
+    export(Snapshots(store), manifest, tmp_path / "out", config=tmp_path / "config.json")
+    assert "model.layers.0.self_attn.q_proj.weight" in files(tmp_path / "out")
+    again = models.Transformer(harness.model_shape(str(tmp_path / "out")), 32)
+    harness.load_pretrained(again, str(tmp_path / "out"))
+    assert torch.equal(again.embed.weight, model.embed.weight)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"wanted a config.json, found list"):
+        export(Snapshots(store), manifest, tmp_path / "more", config=tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -251,6 +270,9 @@ def test_what_does_not_fit_is_refused(tmp_path):
         harness.load_pretrained(models.Transformer(wide, 32), url)
     with pytest.raises(harness.BadInput, match=r"a folder or bucket with a config.json"):
         harness.load_pretrained(model, str(tmp_path))
+    (tmp_path / "out/model.safetensors").write_bytes(b"nothing of that kind")
+    with pytest.raises(harness.BadInput, match="wanted a header of safetensors"):
+        harness.load_pretrained(model, url)
     (tmp_path / "links").mkdir()
     (tmp_path / "links/config.json").symlink_to(tmp_path / "out/config.json")
     with pytest.raises(harness.BadInput, match="hf download MODEL --local-dir FOLDER"):

@@ -6,11 +6,12 @@ Pure: shapes and GPUs in, plans out. Nothing is measured; peaks and bandwidths a
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from harness.core.mesh import DP_REPLICATE, ModelMesh
+from harness.core.mesh import DP_REPLICATE, MOST, ModelMesh
 from harness.core.models import ModelShape
 from harness.core.world import BadInput
 
@@ -95,6 +96,8 @@ def best_plans(
     for samples that are too long."""
     if shape.family == "gpt2" and sequence > shape.length:
         raise BadInput(f"wanted samples of at most {shape.length} tokens, found {sequence}")
+    if gpus.count > MOST:
+        raise BadInput(f"wanted at most {MOST} GPUs, found {gpus.count}")
     found, too_large = [], []
     for mesh, copies in meshes(shape, gpus, sequence):
         plans = list(_plans(shape, gpus, mesh, copies, global_batch, sequence))
@@ -148,6 +151,7 @@ def meshes(shape: ModelShape, gpus: PlannedGpus, sequence: int) -> Iterator[tupl
                         yield made, copies
 
 
+@functools.cache
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
@@ -164,7 +168,8 @@ def _plans(
     each, left = divmod(global_batch, copies * mesh.dp_shard)
     if left or not each:
         return
-    for micro_batch in (d for d in _divisors(each) if d & (d - 1) == 0):
+    for power in range((each & -each).bit_length()):  # of two, that divide it
+        micro_batch = 1 << power
         count = each // micro_batch
         for checkpointing in (False, True):
             plan = MeshPlan(
@@ -240,6 +245,8 @@ def memory(
     ends = max(shape.embedding_parameters, shape.head_parameters) / mesh.tp
     # the block that is computed, the next, and the gradient of one; or the embedding
     gathered = max(3 * together, 2 * ends) * COMPUTED
+    if mesh.copy_ranks == 1:  # autocast keeps all that it has rounded
+        gathered = held * COMPUTED
     return MeshBytes(
         parameters=held * MASTER / shards,
         gradients=held * REDUCED / shards + whole,

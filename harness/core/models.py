@@ -16,6 +16,8 @@ from harness.core import tables
 from harness.core.world import BadInput
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "mixtral")
+MOST = 1 << 31  # of any size
+_AT_LEAST_ONE = ("layers", "dim", "heads", "kv_heads", "head_dim", "hidden", "vocab", "length")
 ROPE_KINDS = ("default", "llama3")
 # What a config.json may say that changes the model, and what it has to say, or leave out.
 AS_BUILT: dict[str, tuple[Any, ...]] = {
@@ -58,19 +60,16 @@ class ModelShape:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise BadInput(f"wanted a model of {', '.join(FAMILIES)}, found {self.family!r}")
-        sizes = {
-            name: getattr(self, name)
-            for name in ("layers", "dim", "heads", "kv_heads", "head_dim", "hidden", "vocab")
-        }
-        if wrong := {name: size for name, size in sizes.items() if size < 1}:
-            raise BadInput(f"{self.family}: wanted sizes of at least 1, found {wrong}")
+        sizes = {name: getattr(self, name) for name in _AT_LEAST_ONE}
+        if wrong := {name: size for name, size in sizes.items() if not 1 <= size <= MOST}:
+            raise BadInput(f"{self.family}: wanted sizes from 1 to {MOST}, found {wrong}")
         if self.heads % self.kv_heads or self.head_dim % 2:
             raise BadInput(
                 f"{self.family}: wanted heads a multiple of kv_heads, and head_dim even (rotary "
                 f"positions turn pairs); found heads={self.heads} kv_heads={self.kv_heads} "
                 f"head_dim={self.head_dim}"
             )
-        if (self.family == "mixtral") is not (0 < self.experts_per_token <= self.experts):
+        if (self.family == "mixtral") is not (0 < self.experts_per_token <= self.experts <= MOST):
             raise BadInput(
                 f"{self.family}: wanted experts for mixtral, and for nobody else; found "
                 f"{self.experts}, {self.experts_per_token} of them for each token"

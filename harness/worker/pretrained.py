@@ -32,7 +32,7 @@ _TIED = ("gpt2",)  # where a config.json does not say
 
 
 def model_shape(name: str, **other: Any) -> ModelShape:
-    """The shape of a model: by name ("llama-8b"; docs/MESHES.md lists them), or as the config.json
+    """The shape of a model: by name ("llama-8b"; docs/MODELS.md lists them), or as the config.json
     of a folder or bucket says, such as "s3://bucket/llama". `other`: fields that are to differ.
     Raises BadInput, StoreError."""
     if "/" not in name and not Path(name).is_dir():
@@ -50,10 +50,10 @@ def load_pretrained(model: nn.Module, url: str) -> nn.Module:
     BadInput, StoreError.
     """
     config = _config(url)
-    files = SafetensorsFiles(open_store(url))
-    materialize_all(model)
-    tensors, kind = model.state_dict(), str(config.get("model_type"))
+    off_meta(model)
+    tensors, kind = _tensors(model), str(config.get("model_type"))
     try:
+        files = SafetensorsFiles(open_store(url))
         files.index = as_published(config, files.index)
         moved = moves(config, tensors) if kind in TABLES else ()
         wanted = {m.theirs for m in moved} or set(tensors)
@@ -83,10 +83,15 @@ def config_of(model: nn.Module | None) -> dict[str, Any]:
     return json.loads(text) if len(text) <= MOST_CONFIG else {}
 
 
-def materialize_all(model: nn.Module) -> None:
+def off_meta(model: nn.Module, seed: int = 0) -> None:
     """What is on the meta device comes to the CPU, with the values that its modules give it."""
     names = {id(m): name for name, m in model.named_modules()}
-    materialize(model, torch.device("cpu"), 0, names, {})
+    materialize(model, torch.device("cpu"), seed, names, {})
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """By the names that they would have if nothing were compiled."""
+    return {name.replace("_orig_mod.", ""): t for name, t in model.state_dict().items()}
 
 
 def _fill(files: SafetensorsFiles, index: TensorIndex, name: str, tensor: torch.Tensor) -> None:
