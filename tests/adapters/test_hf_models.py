@@ -2,6 +2,8 @@
 family that the conversion tables know."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,8 +143,23 @@ def test_what_is_read_trains_on_as_transformers_would(tmp_path):
     assert again == pytest.approx(alone, rel=1e-4) and again[-1] < 0.97 * again[0]
 
 
+TITAN = """
+import sys
+from types import SimpleNamespace
+from safetensors.torch import load_file, save_file
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+source, target, dim, *heads = sys.argv[1:]
+names = ("n_heads", "n_kv_heads", "head_dim")
+attention = SimpleNamespace(**dict(zip(names, map(int, heads), strict=True)))
+layers = [SimpleNamespace(attention=attention)]
+config = SimpleNamespace(layers=layers, dim=int(dim), enable_weight_tying=False)
+found = Llama3StateDictAdapter(config, None).to_hf(load_file(source))
+save_file({name: tensor.contiguous() for name, tensor in found.items()}, target)
+"""
+
+
 def test_torchtitans_tensors_are_converted_as_it_does_it(tmp_path):
-    titan = pytest.importorskip("torchtitan.models.llama3.state_dict_adapter")
+    pytest.importorskip("torchtitan")
     shape = SHAPES["untied"]
     sizes = {
         "tok_embeddings.weight": (shape.vocab, shape.dim),
@@ -164,13 +181,12 @@ def test_torchtitans_tensors_are_converted_as_it_does_it(tmp_path):
             f"layers.{i}.feed_forward.w3.weight": (shape.hidden, shape.dim),
         }
     state = {name: torch.randn(size) for name, size in sizes.items()}
-    attention = SimpleNamespace(
-        n_heads=shape.heads, n_kv_heads=shape.kv_heads, head_dim=shape.head_dim
-    )
-    config = SimpleNamespace(
-        layers=[SimpleNamespace(attention=attention)], dim=shape.dim, enable_weight_tying=False
-    )
-    wanted = titan.Llama3StateDictAdapter(config, None).to_hf(dict(state))
+    safetensors.torch.save_file(state, tmp_path / "titan.safetensors")
+    sizes = (shape.dim, shape.heads, shape.kv_heads, shape.head_dim)
+    words = [str(tmp_path / "titan.safetensors"), str(tmp_path / "wanted"), *map(str, sizes)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent / "titan_cpu")}  # see there
+    subprocess.run([sys.executable, "-c", TITAN, *words], env=env, check=True, timeout=280)
+    wanted = safetensors.torch.load_file(tmp_path / "wanted")
     exported(SimpleNamespace(state_dict=lambda: state, config=shape), tmp_path / "out")
     found = safetensors.torch.load_file(tmp_path / "out/model.safetensors")
     assert found.keys() == wanted.keys()
