@@ -1,11 +1,12 @@
-"""A small GPT: rotary positions, RMSNorm, SwiGLU, causal SDPA. Knows nothing of data, of
-training, or of harness."""
+"""A small GPT: rotary positions, RMSNorm, SwiGLU, causal SDPA. Knows nothing of data or of
+training."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+import harness
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -128,6 +129,14 @@ class GPT(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self._start()
+
+    @property
+    def config(self) -> harness.ModelShape:
+        """What snapshots keep of it, and an export writes: Hugging Face calls it a Llama."""
+        s, eps = self.shape, torch.finfo(torch.float32).eps
+        head_dim = s.dim // s.heads
+        sizes = s.layers, s.dim, s.heads, s.heads, head_dim, s.hidden, s.vocab, self.length
+        return harness.ModelShape("llama", *sizes, s.tied, 10_000.0, eps)
 
     def _start(self) -> None:
         """GPT-2's beginning: normal of 0.02; what writes into the residual stream less, the

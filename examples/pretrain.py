@@ -5,9 +5,10 @@ door as any user's script.
     python examples/pretrain.py
     harness run --run s3://bucket/runs/x -- examples/pretrain.py --size 124m --dtype bf16 --data
     'corpus/*.txt'
+    torchrun --nproc-per-node 8 examples/pretrain.py --model llama-1b --mesh dp_shard=4,tp=2
     python examples/pretrain.py --help
 
-`gpt.py` is the model, `text.py` the data; what is here is the training itself.
+`gpt.py` and `models.py` are the models, `text.py` the data; what is here is the training itself.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ema import Ema
 from gpt import GPT, SIZES, Shape, decay_groups
+from models import Transformer, split_products
 from text import Windows, prepare, split
 
 LEARNING_RATES = {"1m": 3e-3, "10m": 1e-3, "124m": 6e-4, "350m": 3e-4, "1b": 2e-4}
@@ -42,6 +45,9 @@ class Flags:
     size: Literal["1m", "10m", "124m", "350m", "1b"] = flag(
         "1m", "preset of layers, dim, heads and lr"
     )
+    model: str = flag(
+        "", "instead of the GPT: llama-1b, moe-tiny, ..., or a folder or bucket of Hugging Face's"
+    )
     layers: int | None = flag(None, "instead of the preset's")
     dim: int | None = flag(None, "instead of the preset's")
     heads: int | None = flag(None, "instead of the preset's")
@@ -55,9 +61,11 @@ class Flags:
         False, "recompute activations in the backward: less memory, a third more work"
     )
     compile: bool = flag(False, "torch.compile each block")
+    float8: bool = flag(False, "matrix products of blocks in float8 (torchao; H100 or newer)")
     parallel: Literal["ddp", "fsdp2"] = flag(
         "ddp", "whole model on every rank, or sharded over ranks"
     )
+    mesh: str = flag("", "how ranks share a copy of the model, such as dp_shard=2,tp=2")
     ema: bool = flag(
         False, "keep an exponential moving average of the weights and validate it as well"
     )
@@ -95,6 +103,11 @@ class Flags:
             tied=self.tied,
         )
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of `mesh`, by name."""
+        return {k: int(n) for k, _, n in (w.partition("=") for w in self.mesh.split(",") if w)}
+
 
 def parse(argv: Sequence[str] | None = None) -> Flags:
     """Flags from a command line (default: this process's)."""
@@ -116,7 +129,10 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
             how["type"] = next(t for t in get_args(hint) or (hint,) if t is not type(None))
         parser.add_argument("--" + f.name.replace("_", "-"), **how)
     values = vars(parser.parse_args(argv))
-    return Flags(**{**values, "data": tuple(values["data"])})
+    flags = Flags(**{**values, "data": tuple(values["data"])})
+    if flags.mesh and not all(w.partition("=")[2].isdecimal() for w in flags.mesh.split(",")):
+        parser.error(f"--mesh {flags.mesh}: wanted NAME=SIZE,..., such as dp_shard=2,tp=2")
+    return flags
 
 
 def schedule(step: int, warmup: int, total: int, lowest: float = 0.1) -> float:
@@ -126,45 +142,6 @@ def schedule(step: int, warmup: int, total: int, lowest: float = 0.1) -> float:
         return (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
     return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-class Ema:
-    """Exponential moving average of a model's parameters; sharded like them. A part of the
-    run's state."""
-
-    def __init__(self, model: nn.Module, decay: float):
-        self.model, self.decay = model, decay
-        self.average = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.average
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, mean in self.average.items():
-            mean.copy_(state[name])
-
-    @torch.no_grad()
-    def update(self, step: int) -> None:
-        """After update number `step`. Early averages are short, or they would remember the
-        random start."""
-        decay = min(self.decay, (1 + step) / (10 + step))
-        for name, p in self.model.named_parameters():
-            self.average[name].mul_(decay).add_(p.detach(), alpha=1 - decay)
-
-    @contextlib.contextmanager
-    def in_place(self) -> Any:
-        """The model has the averaged weights inside."""
-        now = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        with torch.no_grad():
-            for name, p in self.model.named_parameters():
-                p.copy_(self.average[name])
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, p in self.model.named_parameters():
-                    p.copy_(now[name])
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
@@ -187,8 +164,8 @@ def validate(
     batches = [chosen[i : i + flags.micro_batch] for i in range(0, count, flags.micro_batch)]
     total, tokens = torch.zeros((), dtype=torch.float64, device=run.device), 0
     model.eval()
-    for first in range(0, len(batches), run.world):
-        mine = first + run.rank
+    for first in range(0, len(batches), run.replicas):
+        mine = first + run.replica
         x, y = (
             torch.stack(t).to(run.device)
             for t in zip(*(windows[i] for i in batches[min(mine, len(batches) - 1)]), strict=True)
@@ -206,6 +183,37 @@ def validate(
     return run.sum(total) / run.sum(tokens)
 
 
+def build(flags: Flags, run: harness.Session) -> tuple[nn.Module, int, float]:
+    """The model as this rank trains it, its parameters, and FLOPs of a token."""
+    ranks: dict[str, int] = {}  # by dimension of the mesh, also of `harness run --mesh`
+    if torch.distributed.is_initialized():
+        ranks = dict(zip(run.mesh.mesh_dim_names or (), run.mesh.shape, strict=True))
+    sharded, tp = flags.parallel == "fsdp2" or "dp_shard" in ranks, ranks.get("tp", 1)
+    if not flags.model:
+        model: GPT | Transformer = GPT(flags.shape, flags.seq, flags.dropout, flags.checkpointing)
+    else:
+        if flags.dropout:
+            raise harness.BadInput("--dropout: wanted none with --model, found some")
+        shape = harness.model_shape(flags.model)
+        with torch.device("meta" if sharded and tp == 1 else "cpu"):
+            model = Transformer(shape, flags.seq, flags.checkpointing)
+    parameters, flops = model.parameter_count(), model.flops_per_token(flags.seq)
+    if tp > 1:
+        split_products(model, run.mesh["tp"])
+    if flags.float8:
+        raise harness.BadInput("--float8: wanted a harness that has it, found none yet")
+    if flags.compile:
+        for block in model.blocks:
+            # in place: names in snapshots stay, so compiled and not compiled runs can resume each
+            # other
+            block.compile()
+    if sharded:
+        harness.fsdp2(model, run)
+    if "/" in flags.model:
+        harness.load_pretrained(model, flags.model)
+    return model.to(run.device), parameters, flops
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     flags = parse(argv)
     run = harness.attach(
@@ -214,18 +222,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         snapshot_every_steps=flags.snapshot_every_steps,
         keep_snapshots=flags.keep_snapshots,
         reduce=flags.reduce,
+        mesh=flags.sizes or None,
     )
     train, held_out = split(prepare(flags.data, Path(flags.cache).expanduser()), flags.seq)
-    model = GPT(flags.shape, flags.seq, flags.dropout, flags.checkpointing).to(run.device)
-    parameters, flops = model.parameter_count(), model.flops_per_token(flags.seq)
-    if flags.compile:
-        for block in model.blocks:
-            # in place: names in snapshots stay, so compiled and not compiled runs can resume each
-            # other
-            block.compile()
-    if flags.parallel == "fsdp2":
-        harness.fsdp2(model, run)
-    lr = flags.lr or LEARNING_RATES[flags.size]
+    model, parameters, flops = build(flags, run)
+    lr = flags.lr or (3e-4 if flags.model else LEARNING_RATES[flags.size])
     fused = run.device.type == "cuda"
     optimizer = torch.optim.AdamW(
         decay_groups(model, flags.weight_decay), lr=lr, betas=(0.9, 0.95), fused=fused

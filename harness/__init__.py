@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from harness.bucket.lease import Lease
     from harness.controller import policies
     from harness.controller.recovery import RunOutcome, RunSpec, recover
+    from harness.core.models import ModelShape
     from harness.core.records import StepRecord
     from harness.core.world import (
         BadInput,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from harness.views.plugins import RunInfo
     from harness.watch.watched import Watched, watched
     from harness.worker.fsdp import fsdp2
+    from harness.worker.pretrained import load_pretrained, model_shape
     from harness.worker.session import Session, Step, attach
 
 __version__ = "0.1.0"
@@ -53,6 +55,7 @@ __all__ = [
     "Journal",
     "Launch",
     "Lease",
+    "ModelShape",
     "NoCapacity",
     "Node",
     "NodeState",
@@ -74,6 +77,8 @@ __all__ = [
     "World",
     "attach",
     "fsdp2",
+    "load_pretrained",
+    "model_shape",
     "policies",
     "recover",
     "watched",
@@ -81,6 +86,7 @@ __all__ = [
 _HOMES = {  # of what does not live in harness.core.world
     "Journal": "harness.bucket.journal",
     "Lease": "harness.bucket.lease",
+    "ModelShape": "harness.core.models",
     "Notice": "harness.agent.notices",
     "NoticeSource": "harness.agent.notices",
     "RunOutcome": "harness.controller.recovery",
@@ -92,6 +98,8 @@ _HOMES = {  # of what does not live in harness.core.world
     "Watched": "harness.watch.watched",
     "attach": "harness.worker.session",
     "fsdp2": "harness.worker.fsdp",
+    "load_pretrained": "harness.worker.pretrained",
+    "model_shape": "harness.worker.pretrained",
     "recover": "harness.controller.recovery",
     "watched": "harness.watch.watched",
 }

@@ -5,7 +5,8 @@ one piece of a tensor.
 
 One file `model.safetensors`, or several and `model.safetensors.index.json` when they are big. Every
 byte is verified as it is read. Tensors with the same contents and shape (tied weights) are stored
-once, and the file says so, as safetensors' own `save_model` does.
+once, and the file says so, as safetensors' own `save_model` does. Tensors of a model that
+`hf_names.py` knows get the names and the layout that `transformers` gives them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from typing import Any
 import blake3
 import numpy as np
 
+from storage.hf_names import TABLES, TURNED, TensorIndex, moves, order_of, to_theirs
+from storage.json_text import parsed
 from storage.manifest import Manifest
 from storage.snapshots import Snapshots
 
@@ -76,15 +79,16 @@ def export(
     which must be new or empty.
 
     dtype: "fp32", "bf16" or "fp16" for floating-point tensors; "": as saved. config: a config.json
-    to put beside them. `progress(bytes done, bytes in all)`. Raises ValueError (input),
-    SnapshotCorrupt, StoreError.
+    to put beside them; by default what the snapshot says of its model. One of a family that
+    `hf_names.TABLES` has gives Hugging Face's names to tensors that have ours. `progress(bytes
+    done, bytes in all)`. Raises ValueError (input), SnapshotCorrupt, StoreError.
     """
     if dtype and dtype not in FLOATS:
         raise ValueError(f"wanted one of {', '.join(FLOATS)} as dtype, found {dtype!r}")
     check_empty(out)
-    found = {
-        _plain(name.removeprefix(prefix)): name
-        for name in manifest.tensors
+    found: TensorIndex = {
+        _plain(name.removeprefix(prefix)): entry
+        for name, entry in manifest.tensors.items()
         if name.startswith(prefix)
     }
     if not found:
@@ -93,15 +97,46 @@ def export(
             f"snapshot {manifest.ref} has no tensors under {prefix!r}; it has some under "
             f"{', '.join(tops)}: name one as prefix"
         )
+    said = _config(config, manifest)
+    if said.get("model_type") in TABLES and (moved := moves(said, found)):
+        found = to_theirs(found, moved)
     reader = _Reader(snapshots, manifest)
     tied = {} if keep_tied else _tied(reader, found)
     wanted = [
-        _Tensor(name, key, manifest.tensors[key], FLOATS.get(dtype, ""))
-        for name, key in sorted(found.items())
+        _Tensor(name, entry, FLOATS.get(dtype, ""))
+        for name, entry in sorted(found.items())
         if name not in tied
     ]
-    shards = list(_shards(wanted, shard_nbytes))
     out.mkdir(parents=True, exist_ok=True)
+    names = _write(reader, wanted, tied, out, shard_nbytes, progress)
+    if config is not None:
+        shutil.copyfile(config, out / "config.json")
+    elif said:
+        (out / "config.json").write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
+    return Exported(names, len(wanted), sum(t.nbytes for t in wanted), tied)
+
+
+def _config(config: Path | None, manifest: Manifest) -> Mapping[str, Any]:
+    """Of the model: as given, else as the snapshot says; {}: it does not. Raises ValueError."""
+    if config is None:
+        said = manifest.data.get("config")
+        return said if isinstance(said, dict) else {}
+    said = parsed(config.read_bytes())
+    if not isinstance(said, dict):
+        raise ValueError(f"{config}: wanted a config.json, found {type(said).__name__}")
+    return said
+
+
+def _write(
+    reader: _Reader,
+    wanted: list[_Tensor],
+    tied: dict[str, str],
+    out: Path,
+    shard_nbytes: int,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[str, ...]:
+    """One file or several, and their index; their names."""
+    shards = list(_shards(wanted, shard_nbytes))
     n = len(shards)
     names = (
         ["model.safetensors"]
@@ -118,13 +153,11 @@ def export(
                 if progress is not None:
                     progress(done, total)
         temporary.rename(out / file)
-    if config is not None:
-        shutil.copyfile(config, out / "config.json")
     if len(shards) > 1:  # last: who finds it finds all
         where = {t.name: file for shard, file in zip(shards, names, strict=True) for t in shard}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    return Exported(tuple(names), len(wanted), total, tied)
+    return tuple(names)
 
 
 def export_adapter(
@@ -152,8 +185,7 @@ def export_adapter(
     if missing:
         raise ValueError(f"snapshot {manifest.ref} has no tensor {missing[0]!r} of {adapter!r}")
     tensors = [
-        _Tensor(name, key, manifest.tensors[key], "")
-        for name, key in sorted(found["tensors"].items())
+        _Tensor(name, manifest.tensors[key], "") for name, key in sorted(found["tensors"].items())
     ]
     out.mkdir(parents=True, exist_ok=True)
     total, done, temporary = sum(t.nbytes for t in tensors), 0, out / f".{ADAPTER}.tmp"
@@ -180,9 +212,11 @@ def _plain(name: str) -> str:
 
 
 class _Tensor:
-    def __init__(self, name: str, key: str, entry: dict[str, Any], wanted: str):
-        self.name, self.key, self.entry = name, key, entry
-        self.shape = tuple(int(n) for n in entry["shape"])
+    def __init__(self, name: str, entry: dict[str, Any], wanted: str):
+        self.name, self.entry = name, entry
+        self.layout = str(entry.get("layout", ""))
+        shape = tuple(int(n) for n in entry["shape"])
+        self.shape = shape[::-1] if self.layout == TURNED else shape  # as it is written
         self.saved = str(entry["dtype"])
         if self.saved not in NAMES:
             raise ValueError(f"{name!r} has dtype {self.saved}, which safetensors does not know")
@@ -259,22 +293,26 @@ def _fill(
         t = tensors[i]
         width, saved_width = NAMES[t.dtype][1], NAMES[t.saved][1]
         whole = views[t.name].reshape(*t.shape, width)
-        box = whole[
-            tuple(slice(o, o + n) for o, n in zip(chunk["offsets"], chunk["sizes"], strict=True))
-        ]
+        if t.layout == TURNED:
+            whole = whole.swapaxes(0, 1)
         if not chunk["sizes"]:  # a scalar
-            box[...] = _cast(
+            whole[...] = _cast(
                 reader.read(chunk["part"], chunk["start"], chunk["end"]), t.saved, t.dtype
             ).reshape(width)
             yield width
             continue
+        first_row, *offsets = chunk["offsets"]
+        beside = tuple(slice(o, o + n) for o, n in zip(offsets, chunk["sizes"][1:], strict=True))
+        order = order_of(t.layout, whole.shape[0])
         inner = math.prod(chunk["sizes"][1:]) * saved_width  # bytes of one row
-        rows = max(1, READ_NBYTES // max(1, inner))
-        for first in range(0, chunk["sizes"][0], rows):
-            n = min(rows, chunk["sizes"][0] - first)
+        most = max(1, READ_NBYTES // max(1, inner))
+        for first in range(0, chunk["sizes"][0], most):
+            n = min(most, chunk["sizes"][0] - first)
             start = chunk["start"] + first * inner
             raw = _cast(reader.read(chunk["part"], start, start + n * inner), t.saved, t.dtype)
-            box[first : first + n] = raw.reshape(n, *chunk["sizes"][1:], width)
+            at = slice(first_row + first, first_row + first + n)
+            rows = at if order is None else order[at]
+            whole[(rows, *beside)] = raw.reshape(n, *chunk["sizes"][1:], width)
             yield n * math.prod(chunk["sizes"][1:]) * width
 
 
@@ -320,22 +358,21 @@ class _Reader:
         return self._window[start - self._low : end - self._low].copy()
 
 
-def _tied(reader: _Reader, found: dict[str, str]) -> dict[str, str]:
+def _tied(reader: _Reader, found: TensorIndex) -> dict[str, str]:
     """Matrices that hold the same bytes: name -> the name that is kept. Constant ones (fresh
     norms, zeros) are nobody's twin."""
-    tensors = reader.manifest.tensors
     groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
-    for name, key in sorted(found.items()):
-        entry = tensors[key]
+    for name, entry in sorted(found.items()):
         boxes = tuple((tuple(c["offsets"]), tuple(c["sizes"])) for c in entry["chunks"])
         if len(entry["shape"]) > 1 and math.prod(entry["shape"]) > 0:
-            groups[(tuple(entry["shape"]), entry["dtype"], boxes)].append(name)
+            layout = entry.get("layout", "")
+            groups[(tuple(entry["shape"]), entry["dtype"], layout, boxes)].append(name)
     for look in (_sample, _hash):
         finer: dict[tuple[Any, ...], list[str]] = defaultdict(list)
         for group, names in groups.items():
             if len(names) > 1:
                 for name in names:
-                    seen = look(reader, tensors[found[name]])
+                    seen = look(reader, found[name])
                     if seen is not None:
                         finer[(*group, seen)].append(name)
         groups = finer

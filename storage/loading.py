@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from storage.manifest import Manifest, SnapshotCorrupt
-from storage.snapshots import Snapshots, scratch
+from storage.snapshots import Memory, Snapshots, scratch
 from storage.trees import path_name
 
 # one request of a load, whole hash chunks: so little that it stays in a processor's cache until it
@@ -35,6 +35,8 @@ READ_THREADS = 16
 
 # name and global shape of a tensor -> the tensor that it belongs to
 Like = Callable[[str, tuple[int, ...]], torch.Tensor | None]
+# bytes [start, end) of a part, in memory that the caller has and may use again
+ReadPart = Callable[[str, int, int, Memory], memoryview]
 
 
 def destinations(
@@ -55,7 +57,8 @@ def destinations(
     for name, entry in manifest.tensors.items():
         if name in made or not wanted(name):
             continue
-        shape, dtype = tuple(entry["shape"]), _dtype_of(manifest, name)
+        shape = tuple(entry["shape"])
+        dtype = _dtype_of(f"snapshot {manifest.ref}", manifest.tensors, name)
         pattern = like(name, shape)
         if pattern is not None and tuple(pattern.shape) == shape:
             made[name] = torch.empty_like(pattern.detach(), dtype=dtype)
@@ -121,12 +124,26 @@ def load(
     is changed); SnapshotCorrupt if stored bytes are not what was committed (then the tensors hold a
     mixture: load an older snapshot into them).
     """
-    metadata = Metadata({name: _metadata(manifest, name, t) for name, t in tensors.items()})
+
+    def read(part: str, start: int, end: int, memory: Memory) -> memoryview:
+        return snapshots.read_into(manifest, part, start, end, memory)
+
+    load_parts(read, f"snapshot {manifest.ref}", manifest.tensors, tensors, threads)
+
+
+def load_parts(
+    read: ReadPart,
+    what: str,
+    index: Mapping[str, Any],
+    tensors: dict[str, torch.Tensor],
+    threads: int = READ_THREADS,
+) -> None:
+    """The same from anywhere: `index` is as `Manifest.tensors`, `read` gives bytes of its parts,
+    and `what` names it all. Raises what `read` raises, besides."""
+    metadata = Metadata({name: _metadata(what, index, name, t) for name, t in tensors.items()})
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), metadata)
-    chunks = {
-        (name, tuple(c["offsets"])): c for name in tensors for c in manifest.tensors[name]["chunks"]
-    }
+    chunks = {(name, tuple(c["offsets"])): c for name in tensors for c in index[name]["chunks"]}
     pieces: list[_Piece] = []
     planned = dict.fromkeys(tensors, 0)
     with torch.no_grad():
@@ -145,16 +162,16 @@ def load(
         wanted = (t.to_local() if isinstance(t, DTensor) else t).numel()
         if planned[name] != wanted:
             raise SnapshotCorrupt(
-                f"snapshot {manifest.ref}: {name!r}: {wanted} elements wanted here, its index has "
+                f"{what}: {name!r}: {wanted} elements wanted here, its index has "
                 f"{planned[name]}; use an older snapshot"
             )
     batches = _batches(pieces)
     if len(batches) < 2:
         for batch in batches:
-            _fill(snapshots, manifest, batch)
+            _fill(read, batch)
         return
     with ThreadPoolExecutor(min(threads, len(batches)), "snapshot-load") as pool:
-        running = [pool.submit(_fill, snapshots, manifest, batch) for batch in batches]
+        running = [pool.submit(_fill, read, batch) for batch in batches]
         try:
             for one in running:
                 one.result()
@@ -164,18 +181,20 @@ def load(
             raise
 
 
-def _metadata(manifest: Manifest, name: str, tensor: torch.Tensor) -> TensorStorageMetadata:
-    entry = manifest.tensors.get(name)
+def _metadata(
+    what: str, index: Mapping[str, Any], name: str, tensor: torch.Tensor
+) -> TensorStorageMetadata:
+    entry = index.get(name)
     if entry is None:
         raise ValueError(
-            f"snapshot {manifest.ref} has no tensor {name!r} (it has {len(manifest.tensors)}); was "
+            f"{what} has no tensor {name!r} (it has {len(index)}); was "
             "it saved by another model or optimizer? Resume with the script that saved it, or "
             "start a new run URL"
         )
-    shape, dtype = tuple(entry["shape"]), _dtype_of(manifest, name)
+    shape, dtype = tuple(entry["shape"]), _dtype_of(what, index, name)
     if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
         raise ValueError(
-            f"snapshot {manifest.ref}: {name!r} was saved as {dtype} {shape}, this program wants "
+            f"{what}: {name!r} was saved as {dtype} {shape}, this program wants "
             f"{tensor.dtype} {tuple(tensor.shape)}; resume with the model that saved it, or start "
             "a new run URL"
         )
@@ -186,11 +205,11 @@ def _metadata(manifest: Manifest, name: str, tensor: torch.Tensor) -> TensorStor
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), boxes)
 
 
-def _dtype_of(manifest: Manifest, name: str) -> torch.dtype:
-    found = getattr(torch, str(manifest.tensors[name]["dtype"]), None)
+def _dtype_of(what: str, index: Mapping[str, Any], name: str) -> torch.dtype:
+    found = getattr(torch, str(index[name]["dtype"]), None)
     if not isinstance(found, torch.dtype):
         raise ValueError(
-            f"snapshot {manifest.ref}: {name!r} has dtype {manifest.tensors[name]['dtype']!r}, "
+            f"{what}: {name!r} has dtype {index[name]['dtype']!r}, "
             f"which torch {torch.__version__} does not know; use the torch that saved it"
         )
     return found
@@ -260,11 +279,11 @@ def _batches(pieces: list[_Piece]) -> list[list[_Piece]]:
 _mine = threading.local()
 
 
-def _fill(snapshots: Snapshots, manifest: Manifest, batch: list[_Piece]) -> None:
+def _fill(read: ReadPart, batch: list[_Piece]) -> None:
     if not hasattr(_mine, "memory"):
         _mine.memory = scratch()
     start, end = batch[0].start, max(piece.end for piece in batch)
-    data = snapshots.read_into(manifest, batch[0].part, start, end, _mine.memory)
+    data = read(batch[0].part, start, end, _mine.memory)
     with torch.no_grad():  # per thread
         for piece in batch:
             found, target = data[piece.start - start : piece.end - start], piece.target

@@ -16,6 +16,7 @@ PROOFS = (
     *("check_run", "loops_page", "micro_loader", "open_steps", "own_files", "watch_processes"),
     *("budget", "dcp", "examples", "extending", "floods", "hostile_day", "kills", "longrun"),
     *("live_faults_of_b30688c", "many_nodes", "meshes", "old_runs", "package", "permissions"),
+    *("fine_tuned",),
     *("plan_calibration", "price_waits", "python_versions", "replay", "replicas", "rerun", "secrets"),
     *("sim", "soak", "system", "versions", "wandb_run", "whereabouts"),
 )

@@ -377,8 +377,11 @@ def test_flags() -> None:
     assert flags.shape == gpt.Shape(3, 384, 6, tied=False)
     assert (flags.lr, flags.data, flags.checkpointing) == (0.5, ("a", "b*"), True)
     assert (flags.snapshot_every_s, flags.snapshot_every_steps, flags.dtype) == (2.5, 7, "bf16")
-    with pytest.raises(SystemExit):
-        pretrain.parse(["--dtype", "int8"])
+    flags = pretrain.parse(["--model", "llama-1b", "--mesh", "dp_shard=2,tp=4"])
+    assert (flags.model, flags.sizes) == ("llama-1b", {"dp_shard": 2, "tp": 4})
+    for wrong in (["--dtype", "int8"], ["--mesh", "dp_shard"], ["--mesh", "tp=two"]):
+        with pytest.raises(SystemExit):
+            pretrain.parse(wrong)
     # five ranks have uneven shares
     assert pretrain.Flags().global_batch // pretrain.Flags().micro_batch % 5 != 0
 

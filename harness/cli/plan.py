@@ -1,4 +1,4 @@
-"""`harness plan`: how long, how much, at what risk, before a launch."""
+"""`harness plan`: how long, how much, at what risk, before a launch; on which mesh."""
 
 from __future__ import annotations
 
@@ -52,7 +52,16 @@ def _counts(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PlanFlags:
-    task: str = positional("the SkyPilot task YAML")
+    task: str = positional("the SkyPilot task YAML; or --model", nargs="?", default="")
+    model: str = flag(
+        "", "instead: which meshes hold this model: a name (llama-70b), or where a config.json lies"
+    )
+    gpus: str = flag("H100:8", "of a node, for --model")
+    global_batch: int = flag(0, "samples per step, for --model; 0: of 4 M tokens", at_least=0)
+    sequence: int = flag(8192, "tokens per sample, for --model", at_least=1)
+    network_gbit: float = flag(
+        400.0, "what a GPU sends to other nodes, in Gbit/s, for --model", above=0
+    )
     step_time: float | None = flag(
         None, "seconds of a step on one node of --measured-on, measured or estimated", above=0
     )
@@ -103,6 +112,12 @@ def plan(flags: PlanFlags) -> int:
     from harness.proof import forecast_drawing, forecast_shown, forecasting, market_drawing
 
     counts = _counts(flags.nodes)
+    if bool(flags.model) is bool(flags.task):
+        raise BadInput("wanted either a task file, or --model NAME; `harness plan --help`")
+    if flags.model:
+        from harness.cli.plan_model import plan_model
+
+        return plan_model(flags, counts)
     if flags.plot:
         market_drawing.plot_paths(flags.plot)  # what cannot be written is said at once
     given = tasks.pairs(flags.env, os.environ)

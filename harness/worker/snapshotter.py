@@ -25,6 +25,7 @@ from harness.worker.environment import environment
 from harness.worker.frozen import Frozen
 from harness.worker.hold import Hold, filled_of, tensor_of
 from harness.worker.peers import Peers
+from harness.worker.pretrained import config_of
 from harness.worker.resume import LastSeen
 from harness.worker.rhythm import Rhythm
 from harness.worker.run import Run
@@ -207,6 +208,7 @@ class Snapshotter:
                 "metrics": dict(self._log.last_metrics),
                 "environment": environment(self._peers.device),
                 **({"adapters": adapters} if (adapters := self._frozen.adapters()) else {}),
+                **({"config": config} if (config := config_of(self._training.model)) else {}),
                 # its line was begun under the guard of storage/restore.py
                 "resumed": self._resumed_ref,
                 "losses": self._rhythm.losses(why),

@@ -1,0 +1,346 @@
+"""Which meshes hold a model on these GPUs: bytes of each GPU by kind, the bubble of a pipeline,
+traffic, and which one to take. The formulas are in docs/MODELS.md.
+
+Pure: shapes and GPUs in, plans out. Nothing is measured; peaks and bandwidths are what makers say.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from harness.core.mesh import DP_REPLICATE, MOST, ModelMesh
+from harness.core.models import ModelShape
+from harness.core.world import BadInput
+
+# bytes of a number
+MASTER, COMPUTED, REDUCED, MOMENTS = 4, 2, 4, 8  # parameters, in products, gradients, AdamW's two
+LOGIT_NBYTES = 12  # fp32: what is kept for the backward, its gradient, and that of the logits
+USABLE = 0.9  # of a GPU's memory; the rest: CUDA's context, NCCL's buffers, what lies broken up
+REACHED = 0.5  # of a GPU's peak, where nothing is waited for
+NEAR = 1.05  # times as long as the fastest: for estimates the same
+LEAST_POSITIONS = 2048  # of a sample on one rank of `cp`: below that products are too small
+
+
+@dataclass(frozen=True)
+class PlannedGpus:
+    """`name` "H100". `flops`: peak of one, in bf16; `inside`, `across`: bytes a second that one GPU
+    sends to others of its node, and of other nodes."""
+
+    name: str
+    memory: float  # bytes
+    flops: float
+    per_node: int
+    nodes: int
+    inside: float
+    across: float
+
+    @property
+    def count(self) -> int:
+        return self.per_node * self.nodes
+
+
+@dataclass(frozen=True)
+class MeshBytes:
+    """Of one GPU, where most lies."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    gathered: float  # blocks whose parameters are together, for forward and backward
+    logits: float
+
+    @property
+    def total(self) -> float:
+        states = self.parameters + self.gradients + self.optimizer
+        return states + self.activations + self.gathered + self.logits
+
+
+@dataclass(frozen=True)
+class MeshTraffic:
+    """Bytes that one GPU sends in a step: to others of its node, and to other nodes."""
+
+    inside: float
+    across: float
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """`copies`: of the model (dp_replicate). `micro_batches`: of a replica and step, `micro_batch`
+    samples each. `step_s`: estimated, and of it `bubble` the share in which stages wait."""
+
+    mesh: ModelMesh
+    copies: int
+    micro_batch: int
+    micro_batches: int
+    checkpointing: bool
+    nbytes: MeshBytes
+    traffic: MeshTraffic
+    bubble: float
+    step_s: float
+
+    @property
+    def dimensions(self) -> int:
+        """How many there are besides copies."""
+        return sum(size > 1 for size in vars(self.mesh).values())
+
+
+def best_plans(
+    shape: ModelShape, gpus: PlannedGpus, global_batch: int, sequence: int
+) -> tuple[MeshPlan, ...]:
+    """Of each mesh the best plan, the fastest first; behind them, for each that does not hold the
+    model, the plan that needs least. Raises BadInput for a batch that no mesh can share out, and
+    for samples that are too long."""
+    if shape.family == "gpt2" and sequence > shape.length:
+        raise BadInput(f"wanted samples of at most {shape.length} tokens, found {sequence}")
+    if gpus.count > MOST:
+        raise BadInput(f"wanted at most {MOST} GPUs, found {gpus.count}")
+    found, too_large = [], []
+    for mesh, copies in meshes(shape, gpus, sequence):
+        plans = list(_plans(shape, gpus, mesh, copies, global_batch, sequence))
+        if fit := [plan for plan in plans if fits(plan, gpus)]:
+            found.append(min(fit, key=_preferred))
+        elif plans:
+            too_large.append(min(plans, key=_size))
+    if not found and not too_large:
+        raise BadInput(
+            f"wanted a global batch that replicas of {gpus.count} GPUs share out evenly, found "
+            f"{global_batch}; use a multiple of {gpus.count}, or of a power of two"
+        )
+    return (*sorted(found, key=_preferred), *sorted(too_large, key=_size))
+
+
+def fits(plan: MeshPlan, gpus: PlannedGpus) -> bool:
+    return plan.nbytes.total <= USABLE * gpus.memory
+
+
+def taken(plans: Sequence[MeshPlan]) -> MeshPlan:
+    """Of plans that fit, the fastest first: the simplest of those that are about as fast."""
+    near = [plan for plan in plans if plan.step_s <= NEAR * plans[0].step_s]
+    return min(near, key=lambda plan: (plan.dimensions, plan.step_s))
+
+
+def _size(plan: MeshPlan) -> float:
+    return plan.nbytes.total
+
+
+def _preferred(plan: MeshPlan) -> tuple[float, int, float]:
+    """Fast; of what is as fast the simplest."""
+    return round(plan.step_s, 3), plan.dimensions, plan.nbytes.total
+
+
+def meshes(shape: ModelShape, gpus: PlannedGpus, sequence: int) -> Iterator[tuple[ModelMesh, int]]:
+    """All that these GPUs make, with the number of copies. Matrix products are shared inside a
+    node; stages have about as many layers each."""
+    for tp in _divisors(gpus.per_node):
+        if shape.kv_heads % tp or shape.hidden % tp or (shape.experts and tp > 1):
+            continue
+        for pp in _divisors(gpus.count // tp):
+            if pp > shape.layers // 2 and pp > 1:
+                continue
+            for cp in _divisors(gpus.count // tp // pp):
+                if cp > 1 and (sequence // cp < LEAST_POSITIONS or cp & (cp - 1)):
+                    continue
+                for dp_shard in _divisors(gpus.count // tp // pp // cp):
+                    copies = gpus.count // (tp * pp * cp * dp_shard)
+                    for ep in _divisors(math.gcd(dp_shard, shape.experts or 1)):
+                        made = ModelMesh(pp=pp, dp_shard=dp_shard, cp=cp, tp=tp, ep=ep)
+                        yield made, copies
+
+
+@functools.cache
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _plans(
+    shape: ModelShape,
+    gpus: PlannedGpus,
+    mesh: ModelMesh,
+    copies: int,
+    global_batch: int,
+    sequence: int,
+) -> Iterator[MeshPlan]:
+    """Every size of micro-batch, with and without checkpointing."""
+    each, left = divmod(global_batch, copies * mesh.dp_shard)
+    if left or not each:
+        return
+    for power in range((each & -each).bit_length()):  # of two, that divide it
+        micro_batch = 1 << power
+        count = each // micro_batch
+        for checkpointing in (False, True):
+            plan = MeshPlan(
+                mesh,
+                copies,
+                micro_batch,
+                count,
+                checkpointing,
+                memory(shape, mesh, micro_batch, count, checkpointing, sequence),
+                traffic(shape, gpus, mesh, copies, micro_batch, count, checkpointing, sequence),
+                (mesh.pp - 1) / (count + mesh.pp - 1),
+                0.0,
+            )
+            yield replace(plan, step_s=_step_s(shape, gpus, plan, sequence))
+
+
+# ---- memory --------------------------------------------------------------------------------------
+def stage_parameters(shape: ModelShape, mesh: ModelMesh) -> float:
+    """Of the greatest stage of the pipeline, as tensor parallelism leaves them to one rank."""
+    layers = -(-shape.layers // mesh.pp)
+    ends = (shape.embedding_parameters / mesh.tp, shape.head_parameters / mesh.tp)
+    # a tied head needs the embedding where the last stage is
+    last = ends[1] + (ends[0] if shape.tied else 0)
+    return layers * block_parameters(shape, mesh) + (
+        max(ends[0], last) if mesh.pp > 1 else sum(ends)
+    )
+
+
+def block_parameters(shape: ModelShape, mesh: ModelMesh, gathered: bool = False) -> float:
+    """Of one layer, on one rank of `tp`; `gathered`: together on a rank that has its own experts
+    only."""
+    experts = shape.mlp_parameters * max(1, shape.experts)
+    matrices = shape.attention_parameters + experts / (mesh.ep if gathered else 1)
+    return matrices / mesh.tp + shape.router_parameters + shape.vector_parameters
+
+
+def token_nbytes(shape: ModelShape) -> float:
+    """Of what one layer keeps of one token for its backward, in 16 bits, with attention that keeps
+    no scores: inputs of norms and of products, queries, keys, values, what attention gives, and
+    what the MLP's product of two is made of."""
+    d, q, kv = shape.dim, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    # both norms' inputs and outputs; queries and keys before and behind rotation; values; attended
+    attention = 4 * d + 2 * q + 3 * kv
+    if shape.family == "gpt2":
+        return COMPUTED * (4 * d + 2 * q + 2 * kv + 2 * shape.hidden)
+    inner = 4 * shape.hidden  # gate, its SiLU, up, their product
+    if shape.experts:  # of each chosen expert: its input and its output, too
+        inner = shape.experts_per_token * (4 * shape.hidden + 3 * d)
+    return COMPUTED * (attention + inner)
+
+
+def memory(
+    shape: ModelShape,
+    mesh: ModelMesh,
+    micro_batch: int,
+    micro_batches: int,
+    checkpointing: bool,
+    sequence: int,
+) -> MeshBytes:
+    """Of one GPU, where most lies: of a pipeline the first stage, which holds the activations of as
+    many micro-batches as there are stages, and the logits of the last."""
+    shards = mesh.dp_shard * mesh.cp
+    held = stage_parameters(shape, mesh)
+    layers = -(-shape.layers // mesh.pp)
+    tokens = micro_batch * sequence / (mesh.cp * mesh.tp)  # split by positions, in the norms too
+    waiting = min(mesh.pp, micro_batches)
+    block = tokens * token_nbytes(shape)
+    kept = tokens * shape.dim * COMPUTED  # a block's input
+    activations = waiting * layers * (kept if checkpointing else block)
+    # only behind the last micro-batch are gradients given out to those who keep them
+    whole = held * REDUCED if micro_batches > 1 and shards > 1 else 0.0
+    together = block_parameters(shape, mesh, gathered=True)
+    ends = max(shape.embedding_parameters, shape.head_parameters) / mesh.tp
+    # the block that is computed, the next, and the gradient of one; or the embedding
+    gathered = max(3 * together, 2 * ends) * COMPUTED
+    if mesh.copy_ranks == 1:  # autocast keeps all that it has rounded
+        gathered = held * COMPUTED
+    return MeshBytes(
+        parameters=held * MASTER / shards,
+        gradients=held * REDUCED / shards + whole,
+        optimizer=held * MOMENTS / shards,
+        activations=activations + (block if checkpointing else 0.0),
+        gathered=gathered,
+        logits=LOGIT_NBYTES * micro_batch * sequence / mesh.cp * shape.vocab,
+    )
+
+
+# ---- traffic -------------------------------------------------------------------------------------
+def by_word(
+    shape: ModelShape,
+    mesh: ModelMesh,
+    copies: int,
+    micro_batch: int,
+    micro_batches: int,
+    checkpointing: bool,
+    sequence: int,
+) -> dict[str, float]:
+    """Bytes that one GPU sends in a step, by the dimension of the mesh over which."""
+    layers, passes = -(-shape.layers // mesh.pp), 3 if checkpointing else 2
+    held, shards = stage_parameters(shape, mesh), mesh.dp_shard * mesh.cp
+    experts = layers * shape.mlp_parameters * shape.experts / mesh.tp
+    own = held - experts * (1 - 1 / mesh.ep)  # that are gathered: of the experts its own
+    tokens = micro_batch * sequence / mesh.cp
+    row = tokens * shape.dim * COMPUTED  # the residual stream of a micro-batch
+    keys = 2 * tokens * shape.kv_heads * shape.head_dim * COMPUTED / mesh.tp
+    return {
+        # gathered for each forward and backward; gradients given out once
+        "dp_shard": _part(shards) * own * (2 * micro_batches * COMPUTED + REDUCED),
+        # all-reduce of what a rank keeps
+        DP_REPLICATE: 2 * _part(copies) * held * REDUCED / shards,
+        # a gather and a scatter around attention and around the MLP, in each pass
+        "tp": micro_batches * layers * passes * 4 * _part(mesh.tp) * row,
+        # keys and values go around; in the backward their gradients as well
+        "cp": micro_batches * layers * (passes + 1) * (mesh.cp - 1) * keys,
+        "pp": 2 * micro_batches * row / mesh.tp if mesh.pp > 1 else 0.0,
+        # to the experts and back
+        "ep": micro_batches * layers * passes * 2 * _part(mesh.ep) * row * shape.experts_per_token,
+    }
+
+
+def _part(ranks: int) -> float:
+    """Of a tensor, what a rank sends in a gather or a scatter over so many."""
+    return (ranks - 1) / ranks
+
+
+def crossing(mesh: ModelMesh, copies: int, per_node: int) -> frozenset[str]:
+    """The dimensions whose ranks do not all lie in one node: what is innermost varies fastest."""
+    sizes = {"tp": mesh.tp, "cp": mesh.cp, "dp_shard": mesh.dp_shard, "pp": mesh.pp}
+    sizes[DP_REPLICATE] = copies
+    found, ranks = set(), 1
+    for name, size in sizes.items():
+        if name == "dp_shard" and mesh.ep > 1 and per_node % (ranks * mesh.ep):
+            found.add("ep")
+        ranks *= size
+        if size > 1 and per_node % ranks:
+            found.add(name)
+    return frozenset(found)
+
+
+def traffic(
+    shape: ModelShape,
+    gpus: PlannedGpus,
+    mesh: ModelMesh,
+    copies: int,
+    micro_batch: int,
+    micro_batches: int,
+    checkpointing: bool,
+    sequence: int,
+) -> MeshTraffic:
+    sent = by_word(shape, mesh, copies, micro_batch, micro_batches, checkpointing, sequence)
+    far = crossing(mesh, copies, gpus.per_node)
+    across = sum(nbytes for name, nbytes in sent.items() if name in far)
+    return MeshTraffic(sum(sent.values()) - across, across)
+
+
+# ---- time ----------------------------------------------------------------------------------------
+def _step_s(shape: ModelShape, gpus: PlannedGpus, plan: MeshPlan, sequence: int) -> float:
+    """Compute, beside which parameters, keys and gradients travel; then what is waited for."""
+    mesh, far = plan.mesh, crossing(plan.mesh, plan.copies, gpus.per_node)
+    how = plan.micro_batch, plan.micro_batches, plan.checkpointing, sequence
+    sent = {
+        name: nbytes / (gpus.across if name in far else gpus.inside)
+        for name, nbytes in by_word(shape, mesh, plan.copies, *how).items()
+    }
+    samples = plan.copies * mesh.dp_shard * plan.micro_batch * plan.micro_batches
+    flops = samples * sequence * shape.flops_per_token(sequence) / gpus.count
+    # layers that the stages cannot share out evenly
+    uneven = -(-shape.layers // mesh.pp) * mesh.pp / shape.layers
+    computed = uneven * flops * (4 / 3 if plan.checkpointing else 1) / (REACHED * gpus.flops)
+    beside = sent["dp_shard"] + sent["cp"]
+    waited = sent["tp"] + sent["ep"]
+    # the last backward, beside which copies exchange their sums
+    left = max(0.0, sent[DP_REPLICATE] - computed * 2 / 3 / plan.micro_batches)
+    return (max(computed, beside) + waited) / (1 - plan.bubble) + left + sent["pp"]

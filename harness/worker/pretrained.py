@@ -1,0 +1,141 @@
+"""Weights that others trained, from a folder or a bucket: `harness.load_pretrained`. Runs in the
+worker.
+
+Each rank reads what it holds of each tensor, one tensor after the other, so nobody holds the whole
+model who would not hold it anyway.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.core.models import ModelShape, named_shape, shape_of
+from harness.core.world import BadInput
+from harness.worker.sharding import materialize
+from storage.errors import NotFound
+from storage.hf_names import TABLES, TensorIndex, as_published, moves, tie, to_ours
+from storage.json_text import BadObject, parsed
+from storage.loading import load_parts
+from storage.opening import normalize, open_store
+from storage.safetensors_files import SafetensorsFiles
+
+CONFIG = "config.json"
+MOST_CONFIG = 1 << 16  # letters of what a snapshot keeps
+_TIED = ("gpt2",)  # where a config.json does not say
+
+
+def model_shape(name: str, **other: Any) -> ModelShape:
+    """The shape of a model: by name ("llama-8b"; docs/MODELS.md lists them), or as the config.json
+    of a folder or bucket says, such as "s3://bucket/llama". `other`: fields that are to differ.
+    Raises BadInput, StoreError."""
+    if "/" not in name and not Path(name).is_dir():
+        return named_shape(name, **other)
+    return replace(shape_of(_config(name)), **other)
+
+
+def load_pretrained(model: nn.Module, url: str) -> nn.Module:
+    """Fill the model with the safetensors in a folder or bucket, as `save_pretrained` of
+    transformers (or `harness snapshots export`) writes them.
+
+    The model may be plain, sharded by `harness.fsdp2`, split by tensor parallelism, or on the meta
+    device; its tensors have the names of `examples/models.py`, or Hugging Face's own. They keep
+    their dtype. Call it before `run.prepare`: where a run has a snapshot, that counts. Raises
+    BadInput, StoreError.
+    """
+    config = _config(url)
+    off_meta(model)
+    tensors, kind = _tensors(model), str(config.get("model_type"))
+    try:
+        files = SafetensorsFiles(open_store(url))
+        files.index = as_published(config, files.index)
+        moved = moves(config, tensors) if kind in TABLES else ()
+        wanted = {m.theirs for m in moved} or set(tensors)
+        index = tie(files.index, wanted, bool(config.get("tie_word_embeddings", kind in _TIED)))
+        index = to_ours(index, moved) if moved else index
+    except ValueError as e:
+        raise BadInput(f"{url}: {e}") from e
+    _check(url, index, tensors)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            _fill(files, index, name, tensor.detach())
+    return model
+
+
+def config_of(model: nn.Module | None) -> dict[str, Any]:
+    """What a snapshot keeps of a model that says what it is (`model.config.to_dict()`, as
+    transformers' models and those of examples/models.py do), so that an export needs nothing else;
+    {}: it does not say."""
+    inner = getattr(model, "_orig_mod", model)
+    to_dict = getattr(getattr(inner, "config", None), "to_dict", None)
+    if not callable(to_dict) or hasattr(inner, "peft_config"):  # the base's, not what is trained
+        return {}
+    told = to_dict()
+    if not isinstance(told, dict) or not isinstance(told.get("model_type"), str):
+        return {}
+    text = json.dumps(told, default=str)
+    return json.loads(text) if len(text) <= MOST_CONFIG else {}
+
+
+def off_meta(model: nn.Module, seed: int = 0) -> None:
+    """What is on the meta device comes to the CPU, with the values that its modules give it."""
+    names = {id(m): name for name, m in model.named_modules()}
+    materialize(model, torch.device("cpu"), seed, names, {})
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """By the names that they would have if nothing were compiled."""
+    return {name.replace("_orig_mod.", ""): t for name, t in model.state_dict().items()}
+
+
+def _fill(files: SafetensorsFiles, index: TensorIndex, name: str, tensor: torch.Tensor) -> None:
+    saved = getattr(torch, index[name]["dtype"])
+    into = tensor if tensor.dtype == saved else torch.empty_like(tensor, dtype=saved)
+    load_parts(files.read_into, files.store.url, index, {name: into})
+    if into is not tensor:
+        tensor.copy_(into)
+
+
+def _check(url: str, index: TensorIndex, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises BadInput for what the files do not have, or have in another shape."""
+    if missing := sorted(tensors.keys() - index.keys()):
+        raise BadInput(
+            f"{url}: wanted {missing[0]} and {len(tensors) - 1} others, found {len(index)} "
+            f"tensors without {len(missing)} of them; wanted files of the same model"
+        )
+    for name, tensor in tensors.items():
+        if list(tensor.shape) != list(index[name]["shape"]):
+            raise BadInput(
+                f"{url}: wanted {name} of the shape {list(tensor.shape)}, found "
+                f"{index[name]['shape']}; build the model by harness.model_shape({url!r})"
+            )
+
+
+def _config(url: str) -> dict[str, Any]:
+    """What config.json says. Raises BadInput, StoreError."""
+    where = normalize(url)
+    if where.startswith("file://"):
+        folder = Path(where.removeprefix("file://"))
+        if links := sorted(path.name for path in folder.glob("*") if path.is_symlink()):
+            raise BadInput(
+                f"{url}: wanted files, found links ({links[0]}), as in Hugging Face's cache; name "
+                "a folder that `hf download MODEL --local-dir FOLDER` wrote"
+            )
+    try:
+        found = parsed(open_store(url).get(CONFIG))
+    except NotFound:
+        raise BadInput(
+            f"{url}: wanted a folder or bucket with a {CONFIG}, as transformers writes it; found "
+            "none"
+        ) from None
+    except BadObject as e:
+        raise BadInput(f"{url}/{CONFIG}: {e}") from e
+    if not isinstance(found, dict):
+        raise BadInput(f"{url}/{CONFIG}: wanted an object, found {type(found).__name__}")
+    return found
