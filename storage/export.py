@@ -25,6 +25,7 @@ import numpy as np
 
 from storage.manifest import Manifest
 from storage.snapshots import Snapshots
+from storage.trees import plain_name
 
 PREFIX = "model/"
 ADAPTER = "adapter_model.safetensors"
@@ -174,9 +175,9 @@ def check_empty(out: Path) -> None:
 
 
 def _plain(name: str) -> str:
-    """`split` escapes '/'; torch.compile puts its own module around the model."""
+    """`split` escapes '/'; old snapshots name the wrappers as well."""
     plain = ".".join(part.replace("~1", "/").replace("~0", "~") for part in name.split("/"))
-    return plain.replace("_orig_mod.", "")
+    return plain_name(plain)
 
 
 class _Tensor:
