@@ -24,8 +24,8 @@ import blake3
 import numpy as np
 
 from storage.manifest import Manifest
+from storage.names import plain_name
 from storage.snapshots import Snapshots
-from storage.trees import plain_name
 
 PREFIX = "model/"
 ADAPTER = "adapter_model.safetensors"

@@ -12,8 +12,6 @@ import torch
 # ---- state <-> tensors and JSON ------------------------------------------------------------------
 TAG = "$"  # {"$": kind, ...} stands for what JSON has no word for
 INLINE_NBYTES = 64 << 10  # numpy arrays up to this go into the JSON
-# where torch.compile and torch's checkpoint_wrapper keep the module that they stand for
-WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def split(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
@@ -149,11 +147,6 @@ def _add(tensor: torch.Tensor, path: tuple[str, ...], tensors: dict[str, torch.T
 def path_name(path: tuple[str, ...]) -> str:
     """The name of the tensor at a path of keys."""
     return "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
-
-
-def plain_name(name: str) -> str:
-    """Of a module's tensor: as it would be without wrappers (`WRAPPED`)."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 def _where(path: tuple[str, ...]) -> str:

@@ -56,7 +56,7 @@ from harness.worker.exact_sharded import ExactSharded
 from harness.worker.parallel import BUCKET_BYTES, Replicated
 from harness.worker.rounding import NAMES, WORDS, exact_norm
 from harness.worker.sharding import is_sharded
-from storage.trees import plain_name
+from storage.names import plain_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

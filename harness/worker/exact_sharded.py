@@ -15,7 +15,7 @@ from harness.worker.counting import Counting
 from harness.worker.parallel import Sharded
 from harness.worker.rounding import NAMES, exact_norm
 from harness.worker.sharding import fsdp_groups, needs, offloaded_to_host
-from storage.trees import plain_name
+from storage.names import plain_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

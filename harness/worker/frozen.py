@@ -14,7 +14,7 @@ from torch import nn, optim
 
 from harness.worker.peft_adapters import COMPILED, adapters_of
 from storage.copying import version_of
-from storage.trees import plain_name
+from storage.names import plain_name
 
 # a buffer of whole numbers: codes of quantised weights, not counters, which may change at any time
 LARGE_NBYTES = 64 << 10

@@ -15,7 +15,7 @@ from torch import nn
 
 from harness.core.world import BadInput
 from harness.worker.loader import seed_everything
-from storage.trees import plain_name
+from storage.names import plain_name
 
 # a tensor's name in the model, and the tensor, whole; gives it its values, in place
 Init = Callable[[str, torch.Tensor], None]

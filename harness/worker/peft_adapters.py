@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from storage.trees import path_name, plain_name
+from storage.names import plain_name
+from storage.trees import path_name
 
 COMPILED = "_orig_mod"  # where torch.compile keeps the model
 

@@ -25,8 +25,8 @@ from harness.worker.peers import Peers
 from harness.worker.sharding import check_real, is_sharded, to_device
 from storage import dcp
 from storage.manifest import Manifest
+from storage.names import plain_name
 from storage.snapshots import Snapshots
-from storage.trees import plain_name
 
 RANK_MARK = "@r"  # between a name and a rank
 # names under which snapshots hold what is not in `state`
