@@ -154,7 +154,8 @@ def load(
             )
     if threads is None:
         held = int(sum(piece.target.nbytes for piece in pieces) * HELD_SHARE)
-        threads = min(READ_THREADS, max(LEAST_THREADS, held // READ_NBYTES))
+        each = 2 * READ_NBYTES  # as it came, and as it is checked
+        threads = min(READ_THREADS, max(LEAST_THREADS, held // each))
     batches = _batches(pieces)
     if len(batches) < 2:
         for batch in batches:

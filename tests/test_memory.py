@@ -146,11 +146,11 @@ def test_what_does_not_go_together_is_refused(tmp_path, mesh, flags, says):
 
 # ---- how much ------------------------------------------------------------------------------------
 def test_a_rank_holds_its_share_and_a_block_while_it_builds_trains_and_restores():
-    """The whole model would be twice the share. Beside share and block: what a few blocks need
-    while a backward runs, and what reads a snapshot."""
-    shown = printed("benchmarks/memory.py", *("--layers", 8, "--ranks", 2, "--json"))
+    """The whole model would be twice the share. Beside share and block: the other blocks of which
+    some is whole while a backward runs, and what reads a snapshot."""
+    shown = printed("benchmarks/memory.py", *("--layers", 16, "--ranks", 2, "--json"))
     rows = {row["phase"]: row for row in shown["rows"]}
     assert rows.keys() == {"build", "train", "save", "restore"}
-    for phase, beside in (("build", 32 * MB), ("train", 64 * MB), ("restore", 64 * MB)):
+    for phase, beside in (("build", 32 * MB), ("train", 96 * MB), ("restore", 96 * MB)):
         assert rows[phase]["share"] < rows[phase]["host"] < rows[phase]["allowed"] + beside
         assert rows[phase]["allowed"] + beside < 2 * rows[phase]["share"]
