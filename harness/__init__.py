@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from harness.views.plugins import RunInfo
     from harness.watch.watched import Watched, watched
+    from harness.worker.cross_entropy import chunked_cross_entropy
     from harness.worker.fsdp import fsdp2
     from harness.worker.pretrained import load_pretrained, model_shape
     from harness.worker.session import Session, Step, attach
@@ -76,6 +77,7 @@ __all__ = [
     "Watched",
     "World",
     "attach",
+    "chunked_cross_entropy",
     "fsdp2",
     "load_pretrained",
     "model_shape",
@@ -97,6 +99,7 @@ _HOMES = {  # of what does not live in harness.core.world
     "StepRecord": "harness.core.records",
     "Watched": "harness.watch.watched",
     "attach": "harness.worker.session",
+    "chunked_cross_entropy": "harness.worker.cross_entropy",
     "fsdp2": "harness.worker.fsdp",
     "load_pretrained": "harness.worker.pretrained",
     "model_shape": "harness.worker.pretrained",

@@ -27,6 +27,7 @@ import numpy as np
 from storage.hf_names import TABLES, TURNED, TensorIndex, moves, order_of, to_theirs
 from storage.json_text import parsed
 from storage.manifest import Manifest
+from storage.names import plain_name
 from storage.snapshots import Snapshots
 
 PREFIX = "model/"
@@ -206,9 +207,9 @@ def check_empty(out: Path) -> None:
 
 
 def _plain(name: str) -> str:
-    """`split` escapes '/'; torch.compile puts its own module around the model."""
+    """`split` escapes '/'; old snapshots name the wrappers as well."""
     plain = ".".join(part.replace("~1", "/").replace("~0", "~") for part in name.split("/"))
-    return plain.replace("_orig_mod.", "")
+    return plain_name(plain)
 
 
 class _Tensor:

@@ -31,7 +31,10 @@ from storage.trees import path_name
 # one request of a load, whole hash chunks: so little that it stays in a processor's cache until it
 # is copied
 READ_NBYTES = 8 << 20
-READ_THREADS = 16
+READ_THREADS, LEAST_THREADS = 16, 4
+# of the bytes that are wanted, what threads may hold at once: who loads has room for the state, and
+# for little beside it
+HELD_SHARE = 0.1
 
 # name and global shape of a tensor -> the tensor that it belongs to
 Like = Callable[[str, tuple[int, ...]], torch.Tensor | None]
@@ -114,12 +117,13 @@ def load(
     snapshots: Snapshots,
     manifest: Manifest,
     tensors: dict[str, torch.Tensor],
-    threads: int = READ_THREADS,
+    threads: int | None = None,
 ) -> None:
     """Fill `tensors` (plain or DTensor, CPU or GPU) in place with what `manifest` has under their
     names.
 
-    Only the byte ranges that this rank needs are fetched, in parallel, and every byte is verified.
+    Only the byte ranges that this rank needs are fetched, in parallel (`threads`; None: as many as
+    the size of it is worth), and every byte is verified.
     No collectives. Raises ValueError if a name is missing or shape or dtype differ (before anything
     is changed); SnapshotCorrupt if stored bytes are not what was committed (then the tensors hold a
     mixture: load an older snapshot into them).
@@ -165,6 +169,10 @@ def load_parts(
                 f"{what}: {name!r}: {wanted} elements wanted here, its index has "
                 f"{planned[name]}; use an older snapshot"
             )
+    if threads is None:
+        held = int(sum(piece.target.nbytes for piece in pieces) * HELD_SHARE)
+        each = 2 * READ_NBYTES  # as it came, and as it is checked
+        threads = min(READ_THREADS, max(LEAST_THREADS, held // each))
     batches = _batches(pieces)
     if len(batches) < 2:
         for batch in batches:

@@ -13,12 +13,12 @@ os.environ.setdefault("STORAGE_FSYNC", "0")
 # Slow proofs, minutes of them: `make proofs` runs these files and nothing else, `make test` all the
 # others; other people's trainers have an environment of their own (`make adapters`).
 PROOFS = (
-    *("check_run", "loops_page", "micro_loader", "open_steps", "own_files", "watch_processes"),
-    *("budget", "dcp", "examples", "extending", "floods", "hostile_day", "kills", "longrun"),
-    *("live_faults_of_b30688c", "many_nodes", "meshes", "old_runs", "package", "permissions"),
-    *("fine_tuned",),
-    *("plan_calibration", "price_waits", "python_versions", "replay", "replicas", "rerun", "secrets"),
-    *("sim", "soak", "system", "versions", "wandb_run", "whereabouts"),
+    *("budget", "check_run", "dcp", "examples", "extending", "fine_tuned", "floods", "hostile_day"),
+    *("kills", "live_faults_of_b30688c", "longrun", "loops_page", "many_nodes", "memory", "meshes"),
+    *("micro_loader", "old_runs", "open_steps", "own_files", "package", "permissions"),
+    *("plan_calibration", "price_waits", "python_versions", "replay", "replicas", "rerun"),
+    *("secrets", "sim", "soak", "system", "versions", "wandb_run", "watch_processes"),
+    *("whereabouts",),
 )
 _proofs = {f"test_{name}.py" for name in PROOFS}
 _files = {path.name for path in Path(__file__).parent.glob("test_*.py")}

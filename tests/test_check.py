@@ -466,11 +466,13 @@ def test_the_report_in_words_and_as_json(source, capsys):
     from storage.text import Console
 
     report = checks.CheckReport(tuple(judged(source, changing("main().seen"))), 61.0, ("beware",))
+    report = dataclasses.replace(report, host_nbytes=1_230_000_000, gpu_nbytes=45_600_000_000)
     assert report.verdict == FAILS
     checks.show(report, Console(width=100))
     said = capsys.readouterr().out
     assert "DOES NOT HOLD" in said and "warned: beware" in said
     assert "1 thing does not hold (61 s)" in said
+    assert "a worker took up to 1.2 GB of host memory, and 45.6 GB on its GPU" in said
     body = json.loads(checks.to_json(report))
     assert body["status"] == 1 and body["rulings"][0]["state"] == "holds"
     untried = checks.CheckReport(tuple(judged(source, dataclasses.replace(one(), struck=False))), 1)
@@ -497,12 +499,14 @@ def test_what_a_killed_process_has_written_is_read():
         line_of("wrote", FileWritten("m.pt", "a:9")),
         line_of("life", {"data": "d"}),
         line_of("step", body),
+        line_of("memory", {"host_nbytes": 70, "gpu_nbytes": 0}),
         b'{"what": "step", "num',
     ]
     found = life_of([line.decode() for line in lines])
     assert (found.rank, found.resumed, found.data, found.last) == (1, 3, "d", 4)
     assert found.begin == {"x": leaf(2)} and found.steps[0].picture == {"x": leaf(3)}
     assert found.steps[0].calls == (ForwardCall(7, "a", True),)
+    assert (found.host_nbytes, found.gpu_nbytes) == (70, 0)
     assert found.prepared.draws == ("drop",) and found.written[0].path == "m.pt"
 
 

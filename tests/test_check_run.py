@@ -55,6 +55,7 @@ def test_every_fault_of_a_forgetful_script_is_named(place):
     )
     assert ended.returncode == 1, ended.stdout + ended.stderr
     report = json.loads(ended.stdout)
+    assert 50e6 < report["host_nbytes"] < 50e9 and report["gpu_nbytes"] >= 0
     lines = FORGETFUL.read_text().splitlines()
     found = {}
     for r in report["rulings"]:

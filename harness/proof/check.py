@@ -34,12 +34,15 @@ SHOWN = {HOLDS: "holds", FAILS: "DOES NOT HOLD", UNTRIED: "not tried", NOTE: "no
 @dataclass(frozen=True)
 class CheckReport:
     """What came of it. `seconds`: that it took; `warnings`: what the harness said in the runs;
-    `tail`: of the first node's log."""
+    `tail`: of the first node's log; `host_nbytes`, `gpu_nbytes`: the most memory that a worker held
+    (0: not known, or no GPU)."""
 
     rulings: tuple[Ruling, ...]
     seconds: float
     warnings: tuple[str, ...] = ()
     tail: str = ""
+    host_nbytes: int = 0
+    gpu_nbytes: int = 0
 
     @property
     def verdict(self) -> str:
@@ -65,7 +68,15 @@ def check(
     source = SourceText.read(asked.path)
     case = Case(alone, pair, source, ignored, must_fall, shared=asked.gpus == 1)
     said = dict.fromkeys((*alone.warnings, *(pair.warnings if pair else ())))
-    return CheckReport(tuple(rulings(case)), time.monotonic() - began_s, tuple(said), alone.tail)
+    lives = (*alone.lives, *(pair.lives if pair else ()))
+    return CheckReport(
+        tuple(rulings(case)),
+        time.monotonic() - began_s,
+        tuple(said),
+        alone.tail,
+        max((life.host_nbytes for life in lives), default=0),
+        max((life.gpu_nbytes for life in lives), default=0),
+    )
 
 
 def relative(where: str) -> str:
@@ -92,6 +103,10 @@ def show(report: CheckReport, console: Console) -> None:
         console.print(f"warned: {warning}", highlight=False)
     if all(r.state in (UNTRIED, FAILS) for r in report.rulings):
         console.print(f"the end of what it wrote:\n{report.tail}", highlight=False)
+    if report.host_nbytes:
+        gpu = f", and {report.gpu_nbytes / 1e9:.1f} GB on its GPU" if report.gpu_nbytes else ""
+        took = f"a worker took up to {report.host_nbytes / 1e9:.1f} GB of host memory{gpu}"
+        console.print(took, highlight=False)
     count = sum(r.state == FAILS for r in report.rulings)
     words = {
         HOLDS: "all that was tried holds",
@@ -112,6 +127,8 @@ def to_json(report: CheckReport) -> str:
             "seconds": round(report.seconds, 1),
             "rulings": [{**asdict(r), "where": relative(r.where)} for r in report.rulings],
             "warnings": report.warnings,
+            "host_nbytes": report.host_nbytes,
+            "gpu_nbytes": report.gpu_nbytes,
         },
         indent=2,
     )

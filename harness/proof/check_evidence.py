@@ -110,7 +110,7 @@ class Prepared:
 class RankLife:
     """What one process left. `resumed`: the step at which it began, None: it never did; `begin`:
     its picture there; `data`: fingerprint of its dataset; `unlike`: why samples are others when
-    they are read again."""
+    they are read again; `host_nbytes`, `gpu_nbytes`: the most memory that it held."""
 
     rank: int = 0
     world: int = 1
@@ -120,6 +120,8 @@ class RankLife:
     prepared: Prepared | None = None
     data: str = ""
     unlike: str = ""
+    host_nbytes: int = 0
+    gpu_nbytes: int = 0
     steps: tuple[StepSeen, ...] = ()
     written: tuple[FileWritten, ...] = ()
 
@@ -207,7 +209,7 @@ def life_of(lines: Iterable[str]) -> RankLife:
         except ValueError:
             continue
         match body.pop("what"):
-            case "life":
+            case "life" | "memory":
                 life = dataclasses.replace(life, **body)
             case "prepared":
                 life = dataclasses.replace(life, prepared=_built(Prepared, body))

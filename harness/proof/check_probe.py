@@ -32,6 +32,7 @@ from harness.proof.check_evidence import Prepared, line_of, packed
 if TYPE_CHECKING:
     from harness.proof.check_senses import Senses
     from harness.proof.check_writes import Writes
+    from harness.worker.peak_memory import PeakMemory
 
 HOLD_LIMIT_S = 120.0  # a check that was killed must not hold anybody for ever
 NEVER = 1 << 60
@@ -148,6 +149,7 @@ class WorkerProbe:
     out: int
     senses: Senses
     writes: Writes
+    peak: PeakMemory
     begun: bool = False
     done: set[str] = field(default_factory=set)  # orders that are carried out
 
@@ -181,6 +183,8 @@ class WorkerProbe:
         if not self.begun:
             self.began()
         self.say("step", self.senses.step_body(step, self.orders.pictures))
+        host, gpu = self.peak.taken()
+        self.say("memory", {"host_nbytes": host, "gpu_nbytes": gpu})
 
     def wants(self, wants: Any) -> None:
         """Votes are cast for the step that was done."""
@@ -216,6 +220,7 @@ def probe() -> WorkerProbe | None:
 def _start(folder: Path, session: Any) -> None:
     from harness.proof.check_senses import Senses
     from harness.proof.check_writes import Writes
+    from harness.worker.peak_memory import PeakMemory
 
     orders = Orders.read(folder)
     main = getattr(sys.modules.get("__main__"), "__file__", None) or ""
@@ -225,7 +230,8 @@ def _start(folder: Path, session: Any) -> None:
     rank, epoch = session.rank, session.epoch
     path = evidence / f"e{epoch:06d}-r{rank:04d}-{os.getpid()}.jsonl"
     out = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    made = WorkerProbe(folder, session, orders, own, out, Senses(own), Writes(own, str(folder)))
+    seen = (Senses(own), Writes(own, str(folder)), PeakMemory(session.device))
+    made = WorkerProbe(folder, session, orders, own, out, *seen)
     made.writes.tell = functools.partial(made.say, "wrote")
     _probes[:] = [made]
     made.say("life", {"rank": rank, "world": session.world, "epoch": epoch})

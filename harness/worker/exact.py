@@ -56,6 +56,7 @@ from harness.worker.exact_sharded import ExactSharded
 from harness.worker.parallel import BUCKET_BYTES, Replicated
 from harness.worker.rounding import NAMES, WORDS, exact_norm
 from harness.worker.sharding import is_sharded
+from storage.names import plain_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,7 +92,7 @@ class ExactReplicated(Replicated):
     ):
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.counting = Counting(
-            parameters, {id(p): name for name, p in model.named_parameters()}, word
+            parameters, {id(p): plain_name(n) for n, p in model.named_parameters()}, word
         )
         self._index = {p: i for i, p in enumerate(parameters)}
         super().__init__(parameters, bucket_bytes, group)

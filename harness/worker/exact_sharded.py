@@ -14,7 +14,8 @@ from harness.core.world import BadInput
 from harness.worker.counting import Counting
 from harness.worker.parallel import Sharded
 from harness.worker.rounding import NAMES, exact_norm
-from harness.worker.sharding import fsdp_groups, needs
+from harness.worker.sharding import fsdp_groups, needs, offloaded_to_host
+from storage.names import plain_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,13 +53,19 @@ class ExactSharded(Sharded):
         super().__init__(model, device_mesh)
         self.sums = NAMES[word]
         self.counting = Counting(
-            self.parameters, {id(p): name for name, p in model.named_parameters()}, word
+            self.parameters, {id(p): plain_name(n) for n, p in model.named_parameters()}, word
         )
         self._last = self._filler = False
         if self.replica_ranks > 1:
             raise BadInput(
                 f"reduce={self.sums!r} sums over dp_shard and dp_replicate; found replicas of "
                 f"{self.replica_ranks} ranks: use reduce='fast', or a mesh without tp"
+            )
+        if offloaded_to_host(model):
+            raise BadInput(
+                f"reduce={self.sums!r} sums on the device, found a model that FSDP2 keeps in the "
+                "host's memory (offload=True, CPUOffloadPolicy); leave that out, or use "
+                "reduce='fast'"
             )
         mesh: Any = self.parameters[0].device_mesh  # type: ignore[attr-defined]
         # the ranks at the same place of all copies of the model; None: there is one copy

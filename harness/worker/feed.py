@@ -23,6 +23,7 @@ from harness.worker.loader import (
     same_when_read_again,
 )
 from harness.worker.peers import Peers
+from storage.names import plain_name
 
 Collate = Callable[[list[Any]], Any]
 
@@ -105,8 +106,12 @@ class Feed:
             )
         return epochs * self.batching.samples // self.batching.global_batch
 
-    def first_version(self) -> str:
-        """The data's fingerprint as the first version of that made it."""
+    def first_version(self, model: nn.Module | None, name: str) -> str:
+        """What `identity` says under this name, as its first version did; "": the same."""
+        if name == "model" and model is not None:
+            return _model_fingerprint(model, by_wrappers=True)
+        if name != "data":
+            return ""
         if self._foreign:
             return str(self._foreign["data"])
         return fingerprint(self._dataset, by_repr=True)
@@ -144,9 +149,9 @@ class Feed:
         )
 
 
-def _model_fingerprint(model: nn.Module) -> str:
+def _model_fingerprint(model: nn.Module, by_wrappers: bool = False) -> str:
     shapes = sorted(
-        (name, list(t.shape), str(t.dtype))
+        (name if by_wrappers else plain_name(name), list(t.shape), str(t.dtype))
         for name, t in model.state_dict().items()
         if isinstance(t, Tensor)
     )

@@ -14,6 +14,7 @@ from torch import nn, optim
 
 from harness.worker.peft_adapters import COMPILED, adapters_of
 from storage.copying import version_of
+from storage.names import plain_name
 
 # a buffer of whole numbers: codes of quantised weights, not counters, which may change at any time
 LARGE_NBYTES = 64 << 10
@@ -45,12 +46,12 @@ class Frozen:
             id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]
         }
         frozen = {
-            f"model/{name}"
+            f"model/{plain_name(name)}"
             for name, p in self._model.named_parameters(remove_duplicate=False)
             if not p.requires_grad and id(p) not in held
         }
         seen = {
-            f"model/{name}": (buffer.data_ptr(), version_of(buffer))
+            f"model/{plain_name(name)}": (buffer.data_ptr(), version_of(buffer))
             for name, buffer in self._model.named_buffers()
             if not buffer.is_floating_point() and buffer.nbytes >= LARGE_NBYTES
         }

@@ -328,6 +328,7 @@ class Sharded:
         sharded: list[Any] = self.parameters
         if mesh is not None and any(p.device_mesh.ndim > 1 for p in sharded):
             self.replica_ranks, stages = mesh.size() // mesh[FSDP_DIMS].size(), mesh["pp"].size()
+        self._device_type: str = sharded[0].device_mesh.device_type
         ranks = dist.get_world_size() // stages
         self._copies_of = [copies_of(p, ranks) for p in self.parameters]
         needs(
@@ -361,7 +362,7 @@ class Sharded:
     def divide(self, weight: float | torch.Tensor) -> None:
         if not _is_one(weight):
             for grad in self._local():
-                grad.div_(weight)
+                grad.div_(_beside(grad, weight))
 
     def norm(self) -> torch.Tensor:
         """Every element lies on as many ranks as `copies_of` says (`check_sharding` has seen to
@@ -372,13 +373,13 @@ class Sharded:
                 norm = torch.linalg.vector_norm(_local_part(p.grad), dtype=torch.float32)
                 squares.setdefault(copies, []).append(norm**2)
         sums = [torch.stack(some).sum() / copies for copies, some in squares.items()]
-        total = torch.stack(sums).sum()
+        total = torch.stack(sums).sum().to(self._device_type)  # from the host, if offloaded
         dist.all_reduce(total)
         return total.sqrt()
 
     def clip(self, coefficient: torch.Tensor) -> None:
         for grad in self._local():
-            grad.mul_(coefficient.to(grad.dtype))
+            grad.mul_(coefficient.to(grad))
 
     def zero(self) -> None:
         for p in self.parameters:
@@ -392,6 +393,10 @@ class Sharded:
 def _local_part(grad: Any) -> torch.Tensor:
     part: torch.Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
     return part
+
+
+def _beside(grad: torch.Tensor, weight: float | torch.Tensor) -> float | torch.Tensor:
+    return weight.to(grad.device) if isinstance(weight, torch.Tensor) else weight
 
 
 def _is_one(weight: float | torch.Tensor) -> bool:

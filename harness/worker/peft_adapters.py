@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from storage.names import plain_name
 from storage.trees import path_name
 
 COMPILED = "_orig_mod"  # where torch.compile keeps the model
@@ -29,8 +30,7 @@ def adapters_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     wrapped = isinstance(inner, peft.PeftModel)
     state = inner.state_dict()
     names = {
-        id(tensor): path_name(("model", name if inner is model else f"{COMPILED}.{name}"))
-        for name, tensor in state.items()
+        id(tensor): path_name(("model", plain_name(name))) for name, tensor in state.items()
     }
     adapters = {}
     for adapter, config in configs.items():

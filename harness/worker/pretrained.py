@@ -18,11 +18,12 @@ from torch import nn
 
 from harness.core.models import ModelShape, named_shape, shape_of
 from harness.core.world import BadInput
-from harness.worker.sharding import materialize
+from harness.worker.materialize import Materials
 from storage.errors import NotFound
 from storage.hf_names import TABLES, TensorIndex, as_published, moves, tie, to_ours
 from storage.json_text import BadObject, parsed
 from storage.loading import load_parts
+from storage.names import plain_name
 from storage.opening import normalize, open_store
 from storage.safetensors_files import SafetensorsFiles
 
@@ -85,13 +86,14 @@ def config_of(model: nn.Module | None) -> dict[str, Any]:
 
 def off_meta(model: nn.Module, seed: int = 0) -> None:
     """What is on the meta device comes to the CPU, with the values that its modules give it."""
-    names = {id(m): name for name, m in model.named_modules()}
-    materialize(model, torch.device("cpu"), seed, names, {})
+    materials = Materials(model, torch.device("cpu"), seed)
+    materials.fill(model)
+    materials.split()
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """By the names that they would have if nothing were compiled."""
-    return {name.replace("_orig_mod.", ""): t for name, t in model.state_dict().items()}
+    """By the names that they would have if nothing were wrapped."""
+    return {plain_name(name): t for name, t in model.state_dict().items()}
 
 
 def _fill(files: SafetensorsFiles, index: TensorIndex, name: str, tensor: torch.Tensor) -> None:

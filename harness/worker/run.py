@@ -138,9 +138,9 @@ class Run:
         self.flush()
 
     # ---- identity --------------------------------------------------------------------------------
-    def identify(self, identity: dict[str, Any], first_version: Callable[[], str]) -> None:
-        """This run is what it was when it began, or it is refused (BadInput). `first_version`: the
-        data's fingerprint as that made it."""
+    def identify(self, identity: dict[str, Any], first_version: Callable[[str], str]) -> None:
+        """This run is what it was when it began, or it is refused (BadInput). `first_version`: what
+        stands under a name, as that made it."""
 
         def check() -> dict[str, Any]:
             if self.store.create(IDENTITY, canonical(identity)):
@@ -155,7 +155,7 @@ class Run:
             for name in identity:
                 if found.get(name) == identity[name] or (name == "contents" and name not in found):
                     continue
-                if name == "data" and found.get(name) == first_version():
+                if found.get(name) == first_version(name):
                     continue
                 hint = f"use a new run URL, or give {name} the value that this run began with"
                 raise BadInput(

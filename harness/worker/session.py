@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -375,7 +377,8 @@ class Session(PlainLoops):
 
     def _announce(self, identity: dict[str, Any]) -> None:
         self._setup.announce()
-        self._run.identify(identity, self._work.feed.first_version)
+        first_version = partial(self._work.feed.first_version, self._work.training.model)
+        self._run.identify(identity, first_version)
 
     def _shrink(self, why: TooManyRanks) -> None:
         """Leave, so that a smaller world is formed, if one can be: from run.json, which is there
@@ -482,6 +485,12 @@ def _determine(device: torch.device, reduce: str, asked: bool | None) -> None:
         torch.use_deterministic_algorithms(True, warn_only=not asked)
         if asked:
             torch.backends.cudnn.benchmark = False
+    if reduce != "fast":
+        # else what torch.compile makes of a shape depends on those that it has seen before, and so
+        # on when a process began
+        os.environ.setdefault("TORCH_DYNAMO_AUTOMATIC_DYNAMIC_SHAPES", "0")
+        if (dynamo := sys.modules.get("torch._dynamo.config")) is not None:
+            dynamo.automatic_dynamic_shapes = False  # type: ignore[attr-defined]
 
 
 _attached: list[Session] = []  # of this process, the newest: for who sees its script end

@@ -7,7 +7,7 @@ What a strategy could not sum right is refused by name before anything is traine
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 
 from harness.core.world import BadInput
 from harness.worker.broadcast import same_everywhere, share
-from harness.worker.loader import seed_everything
+from harness.worker.materialize import Init, Materials
 from storage.ranks import gathered
 
 if TYPE_CHECKING:
@@ -198,16 +198,17 @@ def shard(
     seed: int = 0,
     mesh: DeviceMesh | None = None,
     replicas: dist.ProcessGroup | None = None,
+    init: Init | None = None,
+    **how: Any,
 ) -> nn.Module:
     """FSDP2 over all ranks: each of `blocks` (default: the members of every ModuleList) and the
     root.
 
     `mesh`: of `FSDP_DIMS`; None: of one dimension. `replicas`: the ranks that hold the same parts
-    of what is split by tensor parallelism; None: nothing is.
+    of what is split by tensor parallelism; None: nothing is. `how`: more for `fully_shard`.
 
     One block at a time goes to the device, takes rank 0's values and is sharded: the whole model
-    never lies on one device. What is on the meta device gets its values there, whole, before it is
-    sharded; see `materialize`.
+    never lies on one device. What is on the meta device gets its values there; see `Materials`.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -221,71 +222,34 @@ def shard(
             if isinstance(m, nn.ModuleList)
             for block in m
         ]
-    names = {id(m): name for name, m in model.named_modules()}
-    made: dict[int, Any] = {}
+    materials = Materials(model, device, seed, init)
     for part in [*blocks, model]:
-        materialize(part, device, seed, names, made)
-        part.to(device)
+        materials.fill(part)
+        to_device(part, device)
         same_everywhere(part)
+        materials.split()
         if replicas is not None:
             with torch.no_grad():  # what is sharded already has been given out
                 share([p for p in part.parameters() if is_split(p)], replicas)
-        fully_shard(part, mesh=mesh)
+        fully_shard(part, mesh=mesh, **how)
     return model
 
 
-def materialize(
-    part: nn.Module, device: torch.device, seed: int, names: dict[int, str], made: dict[int, Any]
-) -> None:
-    """Give values to what is on the meta device in `part`, by the `reset_parameters()` of the
-    module that holds it.
+def offloaded_to_host(model: nn.Module) -> list[Any]:
+    """Parameters that FSDP2 keeps in the host's memory."""
+    groups = fsdp_groups(model) if is_sharded(model) else ()
+    handles = [handle for group in groups for handle in group.fsdp_params]
+    return [handle.sharded_param for handle in handles if handle.offload_to_cpu]
 
-    Each module's randomness is seeded by `seed` and its name, so neither the world nor the order of
-    blocks matters. `names`: of modules, by id; `made`: meta tensor's id -> (it, what it became), so
-    that tied ones stay tied. Raises BadInput for modules without `reset_parameters`; one that
-    resets its children's parameters as well must not have blocks among them.
-    """
-    for module in dict.fromkeys(_children_first(part)):
-        found = False
-        for kind in (module._parameters, module._buffers):
-            for name, t in kind.items():
-                if t is None or not t.is_meta:
-                    continue
-                if id(t) not in made:
-                    empty = torch.empty_like(t, device=device)
-                    made[id(t)] = (
-                        t,
-                        nn.Parameter(empty, t.requires_grad)
-                        if isinstance(t, nn.Parameter)
-                        else empty,
-                    )
-                    made[id(t)][1].__dict__.update(t.__dict__)
-                    found = True
-                kind[name] = made[id(t)][1]
-        if not found:
-            continue
-        reset = getattr(module, "reset_parameters", None) or getattr(
-            module, "_reset_parameters", None
+
+def to_device(model: nn.Module, device: torch.device) -> None:
+    """As `model.to(device)`, but parameters that FSDP2 keeps in the host's memory stay there."""
+    if offloaded := {id(p) for p in offloaded_to_host(model)}:
+        model._apply(  # type: ignore[no-untyped-call]
+            lambda t: t if id(t) in offloaded else t.to(device)
         )
-        where = names.get(id(module), "") or "the model itself"
-        if reset is None:
-            raise BadInput(
-                f"{where} ({type(module).__name__}) has parameters or buffers on the meta device "
-                "and no reset_parameters() to give them values; wanted one (it sets what the "
-                "module itself holds), or a model built on the CPU"
-            )
-        seed_everything(xxhash.xxh3_64_intdigest(f"{seed} {where}".encode()) >> 1)
-        with torch.no_grad():
-            reset()
-        # and what the script draws next does not depend on which module was the last
-        seed_everything(seed)
-
-
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    """As constructors run."""
-    for child in module.children():
-        yield from _children_first(child)
-    yield module
+    else:
+        model.to(device)
 
 
 def drawn_by_shard(model: nn.Module, group: dist.ProcessGroup) -> list[str]:

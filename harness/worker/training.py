@@ -22,9 +22,10 @@ from harness.worker.loader import Stream
 from harness.worker.norms import Norms, has_sync_norm
 from harness.worker.parallel import Strategy, check_fits, strategy_for
 from harness.worker.peers import Peers
-from harness.worker.sharding import check_real, is_sharded
+from harness.worker.sharding import check_real, is_sharded, to_device
 from storage import dcp
 from storage.manifest import Manifest
+from storage.names import plain_name
 from storage.snapshots import Snapshots
 
 RANK_MARK = "@r"  # between a name and a rank
@@ -96,7 +97,7 @@ class Training:
         check_names(state, per_rank=per_rank, after_update=after_update)
         self._per_rank = frozenset(per_rank)
         check_real(model)
-        model.to(self._peers.device)
+        to_device(model, self._peers.device)
         same_everywhere(model, self._peers.across, self._peers.copies)
         self.model, self.optimizers = model, optimizers
         self._check_optimizers()
@@ -240,7 +241,7 @@ class Training:
     # ---- state -----------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:
         """All of it, by the names under which it is stored."""
-        return {self._stored(name): thing.state_dict() for name, thing in self._saved.items()}
+        return {self._stored(name): state_of(thing) for name, thing in self._saved.items()}
 
     def _stored(self, name: str) -> str:
         return _of_rank(name, self._peers.rank) if name in self._per_rank else name
@@ -277,7 +278,7 @@ class Training:
             return RANK_MARK not in top or top in mine
 
         like = dcp.like_parameters({"optimizer": self.optimizers})
-        tensors = dcp.destinations(manifest, common(have), like, wanted)
+        tensors = dcp.destinations(manifest, named_as(manifest, common(have)), like, wanted)
         dcp.load(snapshots, manifest, tensors)
         state = dcp.join(
             tensors, {key: plain for key, plain in _stored_plain(manifest).items() if wanted(key)}
@@ -293,7 +294,7 @@ class Training:
             if name in own and manifest.world != self._peers.world:
                 thing.load_state_dicts([state[key] for key in keys])
             else:
-                thing.load_state_dict(state[keys[0]])
+                give_state(thing, state[keys[0]])
 
     def _own_of(self, manifest: Manifest) -> dict[str, list[str]]:
         """Of what is each rank's own: the stored states that this rank needs. Raises BadInput
@@ -351,6 +352,32 @@ def check_saves(what: str, thing: Any) -> None:
         raise BadInput(f"{what}: the state of this {kind} cannot be saved: {e}") from e
 
 
+def state_of(thing: Any) -> Any:
+    """Its state_dict; a module's under the names that it would have without wrappers, so that one
+    that is compiled or checkpointed goes on from one that is not."""
+    state = thing.state_dict()
+    if not isinstance(thing, nn.Module):
+        return state
+    return {plain_name(name): value for name, value in state.items()}
+
+
+def give_state(thing: Any, state: Any) -> None:
+    """The inverse of `state_of`, with any wrappers in the names of `state`."""
+    if isinstance(thing, nn.Module):
+        own = {plain_name(name): name for name in thing.state_dict()}
+        plain = ((plain_name(name), name, value) for name, value in state.items())
+        state = {own.get(short, name): value for short, name, value in plain}
+    thing.load_state_dict(state)
+
+
+def named_as(manifest: Manifest, tensors: dict[str, Any]) -> dict[str, Any]:
+    """The same, by the names that a snapshot has for them: old ones name wrappers as well."""
+    stored = {
+        "/".join(plain_name(part) for part in name.split("/")): name for name in manifest.tensors
+    }
+    return {stored.get(name, name): value for name, value in tensors.items()}
+
+
 def common(state: dict[str, Any]) -> dict[str, Any]:
     """Of tensors by path, or plain state by name: what all ranks hold."""
     return {path: value for path, value in state.items() if RANK_MARK not in path.partition("/")[0]}
@@ -361,7 +388,8 @@ def between_updates(
 ) -> set[str]:
     """Names of tensors that nothing changes from the end of a step to the next optimizer's step:
     parameters, the optimizers' own state, and what is promised to change only behind it."""
-    later = {f"model/{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = (plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False))
+    later = {f"model/{name}" for name in names}
     tops = set(after_update)
     return {
         name
