@@ -1,6 +1,7 @@
 """Models that are built on the meta device, computed in less precision, checkpointed, compiled,
 offloaded: on real ranks, with all meshes; and how much memory a rank takes."""
 
+import functools
 import json
 import os
 import subprocess
@@ -36,17 +37,17 @@ def printed(script, *flags):
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def ways():
-    """{mesh: {way: what came of it}} of each rank."""
-    return printed("tests/memory_ways.py")
+@functools.cache
+def ways(mesh):
+    """{way: what came of it} of each rank."""
+    return [rank[mesh] for rank in printed("tests/memory_ways.py", mesh)]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_every_way_of_saving_memory_has_the_gradients_of_a_whole_model(ways, mesh):
-    for rank in ways:
-        assert len(rank[mesh]) >= 15
-        for way, came in rank[mesh].items():
+def test_every_way_of_saving_memory_has_the_gradients_of_a_whole_model(mesh):
+    for rank in ways(mesh):
+        assert len(rank) >= 15
+        for way, came in rank.items():
             if "offload" in way and "exact" in way:
                 assert "found a model that FSDP2 keeps in the host's memory" in came["error"]
             elif way != "meta":
@@ -55,22 +56,23 @@ def test_every_way_of_saving_memory_has_the_gradients_of_a_whole_model(ways, mes
                 assert came["apart"] < (2e-2 if "bfloat16" in way else 1e-6), way
 
 
-def test_exact_sums_do_not_depend_on_how_memory_is_saved_or_on_the_mesh(ways):
+@pytest.mark.timeout(900)  # alone it makes three meshes
+def test_exact_sums_do_not_depend_on_how_memory_is_saved_or_on_the_mesh():
     found = {}
     for mesh in ("ddp", "flat", "hsdp"):
-        for rank in ways:
-            for way, came in rank[mesh].items():
+        for rank in ways(mesh):
+            for way, came in rank.items():
                 if way.startswith("exact") and "hash" in came:
                     found.setdefault("bfloat16" in way, set()).add(came["hash"])
     assert len(found[False]) == len(found[True]) == 1 and found[False] != found[True]
 
 
 @pytest.mark.parametrize("mesh", MESHES[1:])
-def test_what_a_model_from_the_meta_device_begins_with_depends_on_seed_and_names_only(ways, mesh):
-    for rank in ways:
-        for way, (alone, here) in rank[mesh]["meta"].items():
+def test_what_a_model_from_the_meta_device_begins_with_depends_on_seed_and_names_only(mesh):
+    for rank in ways(mesh):
+        for way, (alone, here) in rank["meta"].items():
             assert alone == here, way
-        assert rank[mesh]["meta"]["reset plain"] != rank[mesh]["meta"]["init plain"]
+        assert rank["meta"]["reset plain"] != rank["meta"]["init plain"]
 
 
 # of a snapshot from before names of wrappers were left out
@@ -145,6 +147,7 @@ def test_what_does_not_go_together_is_refused(tmp_path, mesh, flags, says):
 
 
 # ---- how much ------------------------------------------------------------------------------------
+@pytest.mark.timeout(900)  # a quarter of a billion parameters, twice
 def test_a_rank_holds_its_share_and_a_block_while_it_builds_trains_and_restores():
     """The whole model would be twice the share. Beside share and block: the other blocks of which
     some is whole while a backward runs, and what reads a snapshot."""
