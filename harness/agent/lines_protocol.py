@@ -211,9 +211,9 @@ class LinesProtocol:
             for name, door in doors.items():
                 if name not in self._lines:
                     self._dial(self._lines.setdefault(name, _Line(name, door)), now)
-        for conn, caller in list(self._callers.items()):  # who was waited for
-            named = caller.name and caller.handshake is None  # who began a proof waits for ours
-            if not caller.introduced and named and self._may_be_plain(caller.name):
+        for conn, caller in list(self._callers.items()):  # who was waited for, and proves nothing
+            waits = caller.name and caller.handshake is None and not caller.introduced
+            if waits and self._may_be_plain(caller.name):
                 self._greet(conn, caller)
 
     @property
@@ -260,7 +260,6 @@ class LinesProtocol:
         return acts
 
     def has_acts(self) -> bool:
-        """Is anything to be done?"""
         return bool(self._acts)
 
     def wait_s(self, now: float) -> float:
