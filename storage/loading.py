@@ -140,7 +140,7 @@ def load_parts(
     what: str,
     index: Mapping[str, Any],
     tensors: dict[str, torch.Tensor],
-    threads: int = READ_THREADS,
+    threads: int | None = None,
 ) -> None:
     """The same from anywhere: `index` is as `Manifest.tensors`, `read` gives bytes of its parts,
     and `what` names it all. Raises what `read` raises, besides."""
