@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from harness.watch.watched import Watched, watched
     from harness.worker.fsdp import fsdp2
     from harness.worker.session import Session, Step, attach
+    from harness.worker.zero import zero1
 
 __version__ = "0.1.0"
 __all__ = [
@@ -77,6 +78,7 @@ __all__ = [
     "policies",
     "recover",
     "watched",
+    "zero1",
 ]
 _HOMES = {  # of what does not live in harness.core.world
     "Journal": "harness.bucket.journal",
@@ -94,6 +96,7 @@ _HOMES = {  # of what does not live in harness.core.world
     "fsdp2": "harness.worker.fsdp",
     "recover": "harness.controller.recovery",
     "watched": "harness.watch.watched",
+    "zero1": "harness.worker.zero",
 }
 
 

@@ -23,6 +23,7 @@ from harness.worker.norms import Norms, has_sync_norm
 from harness.worker.parallel import Strategy, check_fits, strategy_for
 from harness.worker.peers import Peers
 from harness.worker.sharding import check_real, is_sharded
+from harness.worker.zero import as_stepped
 from storage import dcp
 from storage.manifest import Manifest
 from storage.snapshots import Snapshots
@@ -276,7 +277,7 @@ class Training:
             top = path.partition("/")[0]
             return RANK_MARK not in top or top in mine
 
-        like = dcp.like_parameters({"optimizer": self.optimizers})
+        like = dcp.like_parameters({"optimizer": [as_stepped(o) for o in self.optimizers]})
         tensors = dcp.destinations(manifest, common(have), like, wanted)
         dcp.load(snapshots, manifest, tensors)
         state = dcp.join(
