@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from harness.views.plugins import RunInfo
     from harness.watch.watched import Watched, watched
+    from harness.worker.context import attention, own_randomness, split_context
     from harness.worker.fsdp import fsdp2
     from harness.worker.session import Session, Step, attach
     from harness.worker.zero import zero1
@@ -74,9 +75,12 @@ __all__ = [
     "Watched",
     "World",
     "attach",
+    "attention",
     "fsdp2",
+    "own_randomness",
     "policies",
     "recover",
+    "split_context",
     "watched",
     "zero1",
 ]
@@ -93,8 +97,11 @@ _HOMES = {  # of what does not live in harness.core.world
     "StepRecord": "harness.core.records",
     "Watched": "harness.watch.watched",
     "attach": "harness.worker.session",
+    "attention": "harness.worker.context",
     "fsdp2": "harness.worker.fsdp",
+    "own_randomness": "harness.worker.context",
     "recover": "harness.controller.recovery",
+    "split_context": "harness.worker.context",
     "watched": "harness.watch.watched",
     "zero1": "harness.worker.zero",
 }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
-from harness.worker.sharding import FSDP_DIMS, shard
+from harness.worker.sharding import FSDP_DIMS, fsdp_mesh, shard
 
 if TYPE_CHECKING:
     from harness.worker.session import Session
@@ -31,5 +31,8 @@ def fsdp2(model: nn.Module, run: Session, blocks: list[nn.Module] | None = None)
     if peers.model_mesh is None:
         shard(model, run.device, blocks, run.seed)
     else:
-        shard(model, run.device, blocks, run.seed, run.mesh[FSDP_DIMS], peers.across)
+        alike = peers.across
+        if peers.parts > 1:
+            alike = run.mesh[(*FSDP_DIMS, "cp")]._flatten("alike").get_group()
+        shard(model, run.device, blocks, run.seed, fsdp_mesh(run.mesh), alike)
     return model
