@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from harness.worker.context import attention, own_randomness, split_context
     from harness.worker.fsdp import fsdp2
     from harness.worker.session import Session, Step, attach
+    from harness.worker.tensor_parallel import tensor_parallel
     from harness.worker.zero import zero1
 
 __version__ = "0.1.0"
@@ -81,6 +82,7 @@ __all__ = [
     "policies",
     "recover",
     "split_context",
+    "tensor_parallel",
     "watched",
     "zero1",
 ]
@@ -102,6 +104,7 @@ _HOMES = {  # of what does not live in harness.core.world
     "own_randomness": "harness.worker.context",
     "recover": "harness.controller.recovery",
     "split_context": "harness.worker.context",
+    "tensor_parallel": "harness.worker.tensor_parallel",
     "watched": "harness.watch.watched",
     "zero1": "harness.worker.zero",
 }

@@ -8,12 +8,13 @@ import time
 from pathlib import Path
 
 import torch
+from contexts_rows import WORDS, Sequences, rotated
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import harness
 
-LENGTH, WORDS, SIZE, HEADS = 24, 11, 16, 2
+LENGTH, SIZE, HEADS = 24, 16, 2
 
 p = argparse.ArgumentParser()
 p.add_argument("--total", type=int, default=12)
@@ -26,29 +27,6 @@ p.add_argument("--length", type=int, default=LENGTH)
 p.add_argument("--go", default="", help="a file: until it is there the steps are slow")
 p.add_argument("--out", default="")
 a = p.parse_args()
-
-
-class Sequences(torch.utils.data.Dataset):
-    """Of words that add up."""
-
-    fingerprint = "sequences"
-
-    def __len__(self):
-        return 500
-
-    def __getitem__(self, i):
-        x = torch.randint(WORDS, (a.length,), generator=torch.Generator().manual_seed(i))
-        y = x.cumsum(0) % WORDS
-        return x, torch.where(x == 0, -100, y) if a.tokens else y
-
-
-def rotated(x, positions):
-    """RoPE; x: (batch, heads, positions, size)."""
-    half = x.shape[-1] // 2
-    angles = positions[:, None, :, None] / 100.0 ** (torch.arange(half) / half)
-    first, second = x.chunk(2, -1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
 
 
 class Block(nn.Module):
@@ -85,7 +63,7 @@ if not a.whole:
     harness.fsdp2(model, run)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 run.prepare(model, optimizer)
-for step in run.steps(Sequences(), total=a.total, global_batch=24, micro_batch=4):
+for step in run.steps(Sequences(a.length, a.tokens), total=a.total, global_batch=24, micro_batch=4):
     for x, y in step:
         x, y, positions = harness.split_context(run, x, y, torch.arange(a.length)[None])
         loss = nn.functional.cross_entropy(model(x, positions).flatten(0, 1), y.flatten())

@@ -101,6 +101,8 @@ class OpenStep:
         """
         training, hand = self._work.training, self._hand
         self._work.timer.enter(BACKWARD)
+        if (whole := getattr(loss, "full_tensor", None)) is not None:  # of torch's loss_parallel
+            loss = whole()
         parts = self._work.peers.parts
         amount = float(hand.samples / parts if weight is None else weight)
         if hand.filler:
