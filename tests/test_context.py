@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from come_and_go import come_and_go
+from test_agent import nodes  # noqa: F401 - a fixture
 from worlds import history, same_training, train
 
 from harness.core.batch import Batching, expected_digest
@@ -60,6 +62,23 @@ def test_exact_sums_are_the_same_for_any_number_of_replicas(tmp_path):
         numbers = [(r.loss, r.metrics["grad_norm"]) for r in history(folder / "run")]
         found[mesh, world] = said["weights"], numbers
     assert len({str(one) for one in found.values()}) == 1
+
+
+def test_replicas_come_and_go(tmp_path, nodes):  # noqa: F811
+    """With exact sums to the bit as undisturbed ones."""
+    flags = ["--total", 50, "--reduce", "exact"]
+    calm, out = shared(tmp_path / "calm", 2, *flags, mesh="cp=2"), tmp_path / "live.json"
+    agent = ["--mesh", "cp=2", "--nproc", "1"]
+    come_and_go(nodes, CONTEXTS, [*flags, "--out", out], agent, (4, 2, 4, 2))
+    assert json.loads(out.read_text())["weights"] == calm["weights"]
+    same_training(nodes.run, tmp_path / "calm" / "run")
+    assert audit(open_store(nodes.url)).ok
+
+
+def test_fifty_steps_go_as_in_one_process(tmp_path):
+    shared(tmp_path / "whole", 1, "--whole", "--total", 50)
+    shared(tmp_path / "cp", 4, "--total", 50, mesh="dp_shard=2,cp=2")
+    same_training(tmp_path / "cp" / "run", tmp_path / "whole" / "run")
 
 
 def test_meshes_change(whole, tmp_path):

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from worlds import history, newest, train
+from come_and_go import come_and_go
+from test_agent import nodes  # noqa: F401 - a fixture
+from worlds import history, newest, same_training, train
 
 from harness.views.audit import audit
 from storage.opening import open_store
@@ -34,6 +36,13 @@ def test_weights_are_those_of_the_whole_optimizer_to_the_bit(tmp_path, flags):
     assert audit(open_store(str(zero / "run"))).ok
 
 
+def test_fused_kernels_work_on_rows(tmp_path):
+    """Those of CPUs treat the last elements of a tensor otherwise than the rest."""
+    zeroed(tmp_path / "zero", 3, "--fused")
+    zeroed(tmp_path / "whole", 3, "--fused", "--whole")
+    same_training(tmp_path / "zero" / "run", tmp_path / "whole" / "run")
+
+
 def test_exact_sums_give_one_model_on_any_world_and_each_rank_holds_its_share(tmp_path):
     found, held = set(), {}
     for world in (1, 2, 3):
@@ -48,6 +57,22 @@ def test_exact_sums_give_one_model_on_any_world_and_each_rank_holds_its_share(tm
     for world in (2, 3):  # a row of the largest, and the counters of steps, above its share
         assert max(held[world]) < one / world + 1500 < one, held
         assert one <= sum(held[world]) < one + 64 * world, held
+
+
+def test_fifty_steps_go_as_in_one_process(tmp_path):
+    zeroed(tmp_path / "whole", 1, "--whole", "--total", 50)
+    zeroed(tmp_path / "zero", 3, "--total", 50)
+    same_training(tmp_path / "zero" / "run", tmp_path / "whole" / "run")
+
+
+def test_nodes_come_and_go(tmp_path, nodes):  # noqa: F811
+    """With exact sums to the bit as in one process."""
+    flags = ["--total", 50, "--reduce", "exact"]
+    calm, out = zeroed(tmp_path / "calm", 1, "--whole", *flags), tmp_path / "live.json"
+    come_and_go(nodes, ZEROED, [*flags, "--out", out], ["--nproc", "1"], (3, 2, 3, 2))
+    assert json.loads(Path(f"{out}.0").read_text())["weights"] == calm[0]["weights"]
+    same_training(nodes.run, tmp_path / "calm" / "run")
+    assert audit(open_store(nodes.url)).ok
 
 
 def stored(run):
@@ -73,7 +98,7 @@ def test_snapshots_go_from_world_to_world_with_it_and_without(tmp_path):
         (["--bad", "sharded"], {}, "wanted parameters that every rank has whole"),
         ([], {"HARNESS_MESH": "dp_shard=2"}, "wanted parameters that every rank has whole"),
         (["--optimizer", "Adafactor"], {}, "wanted an optimizer that treats each element by itself"),
-        (["--bad", "fused", "--reduce", "exact"], {}, "exact sums with zero1 need an optimizer"),
+        (["--fused", "--reduce", "exact"], {}, "exact sums with zero1 need an optimizer"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, flags, env, says):

@@ -20,6 +20,7 @@ p.add_argument("--whole", action="store_true", help="the optimizer is not sharde
 p.add_argument("--reduce", default="fast")
 p.add_argument("--scaler", action="store_true")
 p.add_argument("--optimizer", default="AdamW")
+p.add_argument("--fused", action="store_true")
 p.add_argument("--bad", default="", help="what cannot be")
 p.add_argument("--go", default="", help="a file: until it is there the steps are slow")
 p.add_argument("--out", default="")
@@ -54,7 +55,7 @@ groups = [
     {"params": [p for p in model.parameters() if p.ndim > 1]},
     {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
 ]
-more = {"SGD": {"momentum": 0.9}, "AdamW": {"fused": a.bad == "fused"}}.get(a.optimizer, {})
+more = {"SGD": {"momentum": 0.9}, "AdamW": {"fused": a.fused}}.get(a.optimizer, {})
 optimizer = getattr(torch.optim, a.optimizer)(groups, lr=1e-2, **more)
 if not a.whole:
     assert harness.zero1(optimizer, run) is optimizer

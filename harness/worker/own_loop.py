@@ -139,7 +139,7 @@ class OwnStep:
         self._loop, self._work, self._place = loop, work, place
         plan, peers = work.feed.plan, work.peers
         self.mine = range(loop.share.start, max(loop.share.start, min(loop.share.stop, count)))
-        self._sums = Sums(work.batching, peers.device, peers.leads_replica, peers.counts)
+        self._sums = Sums(work.batching, peers.device, peers.leads_replica)
         if count < loop.micro_batches:
             self._sums.shares = tuple(
                 max(0, min(start + share, count) - start)

@@ -163,8 +163,8 @@ class Peers:
         return 1 if self.model_mesh is None else self.model_mesh.cp
 
     @property
-    def counts(self) -> bool:
-        """Are this rank's losses counted? Of those with the same positions one's are."""
+    def tells_losses(self) -> bool:
+        """Of the ranks with the same positions one does."""
         tp = 1 if self.model_mesh is None else self.model_mesh.tp
         return self.grouping.leads(self.rank - self.rank // tp % self.parts * tp)
 

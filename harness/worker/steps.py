@@ -76,7 +76,7 @@ class OpenStep:
     def _new_sums(self) -> Sums:
         work = self._work
         peers = work.peers
-        return Sums(work.batching, peers.device, peers.leads_replica, peers.counts)
+        return Sums(work.batching, peers.device, peers.leads_replica, tells=peers.tells_losses)
 
     def _take_up(self, micro: int, samples: int, last: bool, filler: bool = False) -> None:
         """Before the forward of a micro-batch."""

@@ -84,6 +84,7 @@ def tensor_parallel(
     styles, found = _styles(whole_logits), _matched(model, rules)
     for name, word in found.items():
         _check_divides(name, model.get_submodule(name), word, mesh.tp)
+    _keep_generators(run.seed, run.mesh["tp"])
     tied = _tied(model)
     parallelize_module(model, run.mesh["tp"], {name: styles[word] for name, word in found.items()})
     for name, same in tied.items():
@@ -138,6 +139,15 @@ def _check_divides(name: str, module: Any, word: str, ranks: int) -> None:
             f"{name}: wanted heads of keys and values that tp={ranks} divides, found {heads}; use "
             "another tp"
         )
+
+
+def _keep_generators(seed: int, mesh: DeviceMesh) -> None:
+    """The first random operation on a DTensor would give every rank of the world rank 0's
+    generator, in the middle of a micro-batch. On GPUs; on a CPU DTensor leaves generators alone."""
+    from torch.distributed.tensor import _random
+
+    if _random.is_rng_supported_mesh(mesh):
+        _random.manual_seed(seed, mesh)
 
 
 def _tied(model: nn.Module) -> dict[str, str]:

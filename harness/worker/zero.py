@@ -96,17 +96,15 @@ class ShardedUpdate:
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
 
-    def rows(self, p: nn.Parameter) -> torch.Tensor:
-        """This rank's rows, as a view; what has none is nobody's alone."""
-        return p if p.ndim == 0 else self._cut(p.detach())
+    def rows(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows, as a view; a single number is everybody's."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    def _cut(self, whole: torch.Tensor) -> torch.Tensor:
-        from torch.distributed.tensor import DTensor, Shard
-
+        whole = whole.detach()
         return DTensor.from_local(
-            self._mine(whole),
+            self._mine(whole) if whole.ndim else whole,
             self._mesh,
-            [Shard(0)],
+            [Shard(0) if whole.ndim else Replicate()],
             run_check=False,
             shape=whole.shape,
             stride=whole.stride(),
@@ -128,8 +126,8 @@ class ShardedUpdate:
         for group in optimizer.param_groups:
             group["params"] = [self.rows(p) for p in group["params"]]
         for p, mine in self._pairs(optimizer):
-            if p.grad is not None and mine is not p:
-                mine.grad = self._cut(p.grad)
+            if p.grad is not None:
+                mine.grad = self.rows(p.grad)
             _move(optimizer.state, p, mine)
 
     def _end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -182,5 +180,5 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
 
 
 def _move(state: Any, key: Any, to: Any) -> None:
-    if key is not to and key in state:
+    if key in state:
         state[to] = state.pop(key)
