@@ -23,6 +23,7 @@ p.add_argument("--whole", action="store_true")
 p.add_argument("--reduce", default="fast")
 p.add_argument("--tokens", action="store_true", help="some are not counted")
 p.add_argument("--dropout", type=float, default=0.0)
+p.add_argument("--batch-norm", action="store_true")
 p.add_argument("--length", type=int, default=LENGTH)
 p.add_argument("--go", default="", help="a file: until it is there the steps are slow")
 p.add_argument("--out", default="")
@@ -49,6 +50,8 @@ class Net(nn.Module):
         super().__init__()
         self.words, self.head = nn.Embedding(WORDS, SIZE), nn.Linear(SIZE, WORDS)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
+        if a.batch_norm:
+            self.unused = nn.BatchNorm1d(SIZE)
 
     def forward(self, x, positions):
         x = self.words(x)

@@ -89,8 +89,14 @@ def test_meshes_change(whole, tmp_path):
     assert audit(open_store(str(tmp_path / "run"))).ok
 
 
-def test_lengths_that_cannot_be_shared_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--length", 22], "a length that is a multiple of 4 (twice cp), found 22 along dimension 1"),
+        (["--batch-norm"], "the model has BatchNorm, whose averages are over all positions"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(tmp_path, flags, says):
     env = {"HARNESS_MESH": "cp=2"}
-    ended = train(tmp_path, 2, "--length", 22, env=env, script=CONTEXTS, codes=(1, -9))
-    assert "wanted a length that is a multiple of 4 (twice cp), found 22" in ended.output
-    assert "pad it to 24" in ended.output
+    ended = train(tmp_path, 2, *flags, env=env, script=CONTEXTS, codes=(1, -9))
+    assert says in ended.output, ended.output

@@ -146,7 +146,7 @@ def _keep_generators(seed: int, mesh: DeviceMesh) -> None:
     generator, in the middle of a micro-batch. On GPUs; on a CPU DTensor leaves generators alone."""
     from torch.distributed.tensor import _random
 
-    if _random.is_rng_supported_mesh(mesh):
+    if mesh.device_type != "cpu" and _random.is_rng_supported_mesh(mesh):
         _random.manual_seed(seed, mesh)
 
 

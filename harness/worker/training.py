@@ -176,8 +176,13 @@ class Training:
 
     def _check_norms(self) -> None:
         """What SyncBatchNorm computes depends on the world: refused with exact sums, told with
-        others."""
+        others. Where positions are shared BatchNorm is refused."""
         assert self.model is not None
+        if self._peers.parts > 1 and self.norms.watches:
+            raise BadInput(
+                f"mesh {self._peers.model_mesh}: the model has BatchNorm, whose averages are over "
+                "all positions, and a rank of cp has some of them; use LayerNorm or RMSNorm"
+            )
         if has_sync_norm(self.model):
             what = "the model has SyncBatchNorm, whose forward averages over the ranks that are "
             if self.reduce != "fast":
