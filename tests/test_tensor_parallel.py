@@ -52,7 +52,7 @@ def whole(request, tmp_path_factory):
 @pytest.mark.parametrize(
     ("mesh", "world", "flags", "held"),
     [
-        ("tp=2", 4, (), 1 / 2),
+        ("tp=2", 4, ("--reduce", "exact"), 1 / 2),
         ("dp_shard=2,tp=2", 4, ("--loss-parallel",), 1 / 4),
         ("cp=2,tp=2", 4, (), 1 / 4),
     ],
