@@ -23,7 +23,8 @@ def meshed(folder, world, *flags, mesh=""):
 def test_exact_sums_are_the_same_for_any_number_of_replicas(tmp_path):
     """Of tensor parallel ranks, whoever shards what else."""
     found = set()
-    for mesh, world in (("tp=2", 2), ("tp=2", 4), ("tp=2", 6), ("dp_shard=2,tp=2", 4)):
+    worlds = (("tp=2", 2), ("tp=2", 4), ("tp=2", 6), ("dp_shard=2,tp=2", 4), ("dp_shard=2,tp=2", 8))
+    for mesh, world in worlds:
         folder = tmp_path / f"{mesh}-{world}"
         said = meshed(folder, world, "--reduce", "exact", mesh=mesh)
         numbers = [(r.loss, r.metrics["grad_norm"]) for r in history(folder / "run")]
