@@ -64,6 +64,7 @@ def test_exact_sums_are_the_same_for_any_number_of_replicas(tmp_path):
     assert len({str(one) for one in found.values()}) == 1
 
 
+@pytest.mark.timeout(900)  # four epochs, and a machine may be busy
 def test_replicas_come_and_go(tmp_path, nodes):  # noqa: F811
     """With exact sums to the bit as undisturbed ones."""
     flags = ["--total", 50, "--reduce", "exact"]

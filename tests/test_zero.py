@@ -65,6 +65,7 @@ def test_fifty_steps_go_as_in_one_process(tmp_path):
     same_training(tmp_path / "zero" / "run", tmp_path / "whole" / "run")
 
 
+@pytest.mark.timeout(900)  # four epochs, and a machine may be busy
 def test_nodes_come_and_go(tmp_path, nodes):  # noqa: F811
     """With exact sums to the bit as in one process."""
     flags = ["--total", 50, "--reduce", "exact"]

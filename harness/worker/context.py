@@ -65,11 +65,14 @@ def attention(
     how: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
     if ranks == 1:
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal, **how)
-    from torch.distributed._functional_collectives import all_gather_tensor_autograd
+    from torch.distributed import _functional_collectives as funcol
     from torch.nn.attention.bias import causal_lower_right
 
     both = torch.cat([key, value], -1)  # one exchange
-    gathered = all_gather_tensor_autograd(both.contiguous(), 0, run.mesh["cp"].get_group())
+    # the new name, from torch 2.13 on
+    name = "all_gather_single_autograd"
+    gather = getattr(funcol, name if hasattr(funcol, name) else "all_gather_tensor_autograd")
+    gathered = gather(both.contiguous(), 0, run.mesh["cp"].get_group())
     # (batch, heads, positions, size): from the front, and from the back
     chunks = [half for one in gathered.chunk(ranks) for half in one.chunk(2, 2)]
     ordered = torch.cat([*chunks[::2], *chunks[::-2]], 2)
