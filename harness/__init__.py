@@ -39,10 +39,13 @@ if TYPE_CHECKING:
     )
     from harness.views.plugins import RunInfo
     from harness.watch.watched import Watched, watched
+    from harness.worker.context import attention, own_randomness, split_context
     from harness.worker.cross_entropy import chunked_cross_entropy
     from harness.worker.fsdp import fsdp2
     from harness.worker.pretrained import load_pretrained, model_shape
     from harness.worker.session import Session, Step, attach
+    from harness.worker.tensor_parallel import tensor_parallel
+    from harness.worker.zero import zero1
 
 __version__ = "0.1.0"
 __all__ = [
@@ -77,13 +80,18 @@ __all__ = [
     "Watched",
     "World",
     "attach",
+    "attention",
     "chunked_cross_entropy",
     "fsdp2",
     "load_pretrained",
     "model_shape",
+    "own_randomness",
     "policies",
     "recover",
+    "split_context",
+    "tensor_parallel",
     "watched",
+    "zero1",
 ]
 _HOMES = {  # of what does not live in harness.core.world
     "Journal": "harness.bucket.journal",
@@ -99,12 +107,17 @@ _HOMES = {  # of what does not live in harness.core.world
     "StepRecord": "harness.core.records",
     "Watched": "harness.watch.watched",
     "attach": "harness.worker.session",
+    "attention": "harness.worker.context",
     "chunked_cross_entropy": "harness.worker.cross_entropy",
     "fsdp2": "harness.worker.fsdp",
     "load_pretrained": "harness.worker.pretrained",
     "model_shape": "harness.worker.pretrained",
+    "own_randomness": "harness.worker.context",
     "recover": "harness.controller.recovery",
+    "split_context": "harness.worker.context",
+    "tensor_parallel": "harness.worker.tensor_parallel",
     "watched": "harness.watch.watched",
+    "zero1": "harness.worker.zero",
 }
 
 

@@ -114,7 +114,6 @@ def test_a_lost_node_takes_its_copy_with_it_and_no_other(whole, nodes):  # noqa:
     [
         ("dp_shard=2", 3, [], "3 ranks make no whole number of copies of 2 ranks; use 2 or 4"),
         ("dp_shard=2", 2, ["--plain"], "wanted a model sharded by harness.fsdp2(model, run)"),
-        ("tp=2", 2, ["--reduce", "exact"], "reduce='exact' sums over dp_shard and dp_replicate"),
         ("dp_shard=2", 4, ["--apart"], "the state of 'model' is not the same on all ranks"),
     ],
 )

@@ -258,6 +258,13 @@ def exact_strategy_for(
     all ranks, if the run has one. Raises BadInput for what cannot be made exact."""
     if not is_sharded(model):
         return ExactReplicated(model, WORDS[reduce], group=group)
+    check_elementwise(optimizers, "fsdp2")
+    return ExactSharded(model, WORDS[reduce], mesh)
+
+
+def check_elementwise(optimizers: Sequence[torch.optim.Optimizer], what: str) -> None:
+    """Raises BadInput for optimizers whose result depends on where a parameter is cut. `what`:
+    cuts them."""
     if any(
         group.get("fused") and p.device.type == "cpu"
         for o in optimizers
@@ -265,10 +272,9 @@ def exact_strategy_for(
         for p in group["params"][:1]
     ):
         # Measured with torch 2.13, AVX2: fused Adam and SGD treat the last n % 8 elements of a
-        # tensor otherwise than the rest, so the result depends on where a parameter is cut. The
-        # ordinary (foreach or not) ones do not, nor do their elementwise kernels.
+        # tensor otherwise than the rest. The ordinary (foreach or not) ones do not, nor do their
+        # elementwise kernels.
         raise BadInput(
-            "exact sums with fsdp2 need an optimizer that treats all elements alike; on a CPU make "
-            "it with fused=False"
+            f"exact sums with {what} need an optimizer that treats all elements alike; on a CPU "
+            "make it with fused=False"
         )
-    return ExactSharded(model, WORDS[reduce], mesh)

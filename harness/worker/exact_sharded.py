@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,8 @@ class _Group:
 
 class ExactSharded(Sharded):
     """FSDP2 without its gradient exchange: whole gradients of a block become integers when its
-    backward ends, and are let go.
+    backward ends, and are let go. Where a parameter is split by `tp`, each of its ranks does so
+    with its part; ranks of `cp` add their parts of a micro-batch's gradient as integers.
 
     After the last micro-batch's backward of a block its integers are reduce-scattered. Until then
     each rank holds integers for the whole model (`word` / 8 bytes per parameter), like FSDP2 does
@@ -56,11 +58,6 @@ class ExactSharded(Sharded):
             self.parameters, {id(p): plain_name(n) for n, p in model.named_parameters()}, word
         )
         self._last = self._filler = False
-        if self.replica_ranks > 1:
-            raise BadInput(
-                f"reduce={self.sums!r} sums over dp_shard and dp_replicate; found replicas of "
-                f"{self.replica_ranks} ranks: use reduce='fast', or a mesh without tp"
-            )
         if offloaded_to_host(model):
             raise BadInput(
                 f"reduce={self.sums!r} sums on the device, found a model that FSDP2 keeps in the "
@@ -70,6 +67,11 @@ class ExactSharded(Sharded):
         mesh: Any = self.parameters[0].device_mesh  # type: ignore[attr-defined]
         # the ranks at the same place of all copies of the model; None: there is one copy
         self._copies = mesh.get_group("dp_replicate") if mesh.ndim > 1 else None
+        self._parts, self._split = 1, None
+        if device_mesh is not None:
+            self._parts = device_mesh["cp"].size()
+            self._split = device_mesh["tp"] if device_mesh["tp"].size() > 1 else None
+        self._shapes: dict[int, torch.Size] = {}  # of whole parameters, or of tp's parts
         self._groups: list[_Group] = []
         index = {id(p): i for i, p in enumerate(self.parameters)}
         for param_group in fsdp_groups(model):
@@ -85,6 +87,8 @@ class ExactSharded(Sharded):
             "_reduce_scatter_process_group",
             "post_backward",
         )
+        for handle in param_group.fsdp_params:
+            needs(handle, "reduce='exact' with fsdp2", "_orig_size", "_get_grad_inner_tensor")
         handles = [h for h in param_group.fsdp_params if id(h.sharded_param) in index]
         for handle in handles:
             if handle.fsdp_placement.dim != 0:
@@ -93,6 +97,7 @@ class ExactSharded(Sharded):
                     "harness.fsdp2(model, run)"
                 )
         members = [index[id(h.sharded_param)] for h in handles]
+        self._shapes.update(zip(members, (h._orig_size for h in handles), strict=True))
         group = _Group(
             handles,
             members,
@@ -110,7 +115,7 @@ class ExactSharded(Sharded):
         param_group.post_backward = post_backward
 
     def start(self, micro_batches: int) -> None:
-        self.counting.start(micro_batches)
+        self.counting.start(micro_batches * self._parts)
 
     def micro(self, last: bool, filler: bool = False) -> None:
         self._last, self._filler = last, filler
@@ -123,7 +128,7 @@ class ExactSharded(Sharded):
     def _take(self, group: _Group) -> None:
         """The backward of a block has ended."""
         if group.totals is None and group.mine is None:
-            sizes = [self.parameters[i].numel() for i in group.members]
+            sizes = [self._shapes[i].numel() for i in group.members]
             group.totals = torch.zeros(
                 sum(sizes), dtype=self.counting.integers, device=self.counting.device
             )
@@ -131,7 +136,8 @@ class ExactSharded(Sharded):
         for i, handle in zip(group.members, group.handles, strict=True):
             whole = getattr(handle, "_unsharded_param", None)
             if whole is not None and whole.grad is not None:
-                grads[i], whole.grad = whole.grad, None
+                # what tp has left to sum is summed here, the same way in every replica
+                grads[i], whole.grad = handle._get_grad_inner_tensor(whole.grad), None
                 if not self.counting.see(i):
                     raise BadInput(
                         f"the gradient of {self.counting.name_of(i)} came in two parts for one "
@@ -144,7 +150,7 @@ class ExactSharded(Sharded):
             offset = 0
             for unit in group.units:
                 for members in [unit] if all(i in grads for i in unit) else [[i] for i in unit]:
-                    size = sum(self.parameters[i].numel() for i in members)
+                    size = sum(self._shapes[i].numel() for i in members)
                     if members[0] in grads:
                         self.counting.add(
                             members,
@@ -168,7 +174,7 @@ class ExactSharded(Sharded):
         )
         offset = column = 0
         for i, width in zip(group.members, columns, strict=True):
-            whole = group.totals[offset : offset + self.parameters[i].numel()]
+            whole = group.totals[offset : offset + self._shapes[i].numel()]
             # ranks whose share is as large as rank 0's; the next may have some, others none
             full = len(whole) // width if width else 0
             wire[:full, column : column + width] = whole[: full * width].view(full, width)
@@ -186,7 +192,7 @@ class ExactSharded(Sharded):
 
     def _columns(self, i: int, world: int) -> int:
         """Elements of parameter i that rank 0 keeps."""
-        shape = self.parameters[i].shape
+        shape = self._shapes[i]
         return -(-shape[0] // world) * math.prod(shape[1:])
 
     def again(self) -> bool:
@@ -234,18 +240,26 @@ class ExactSharded(Sharded):
         self.counting.applied()
 
     def norm(self) -> torch.Tensor:
-        parts = [g.view(-1) for g in self._local()]
+        grads: list[Any] = [p.grad for p in self.parameters if self._is_counted(p)]
+        parts = [grad.to_local().view(-1) for grad in grads]
         numel = sum(p.numel() for p in self.parameters)
-        copy = self._groups[0].process_group  # the ranks that hold one together
-        if self.counting.world == 1:
-            return exact_norm(parts, numel, self.counting.device)
-        return exact_norm(
-            parts,
-            numel,
-            self.counting.device,
-            lambda t: dist.all_reduce(t, op=dist.ReduceOp.MAX, group=copy),
-            lambda t: dist.all_reduce(t, group=copy),
-        )
+        groups = [self._groups[0].process_group]  # the ranks that hold a copy together
+        if self._split is not None:
+            groups.append(self._split.get_group())
+
+        def over_copy(t: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+            for group in groups if self.counting.world > 1 else ():
+                dist.all_reduce(t, op=op, group=group)
+
+        greatest = functools.partial(over_copy, op=dist.ReduceOp.MAX)
+        return exact_norm(parts, numel, self.counting.device, greatest, over_copy)
+
+    def _is_counted(self, p: Any) -> bool:
+        """Of what every rank of `tp` has, the first one's."""
+        if self._split is None or self._split.get_local_rank() == 0:
+            return True
+        names = p.device_mesh.mesh_dim_names
+        return "tp" in names and p.placements[names.index("tp")].is_shard()
 
     def _clear(self) -> None:
         for group in self._groups:

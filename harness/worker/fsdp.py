@@ -9,7 +9,7 @@ from torch import nn
 
 from harness.core.world import BadInput
 from harness.worker.materialize import Init
-from harness.worker.sharding import FSDP_DIMS, is_sharded, shard
+from harness.worker.sharding import FSDP_DIMS, fsdp_mesh, is_sharded, shard
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -64,8 +64,10 @@ def fsdp2(
         return shard(model, run.device, blocks, run.seed, init=init, **how)
     if peers.model_mesh.tp > 1:
         _check_split(model, peers.model_mesh, reshard_after_forward)
-    mesh = run.mesh[FSDP_DIMS]
-    return shard(model, run.device, blocks, run.seed, mesh, peers.across, init, **how)
+    alike = peers.across
+    if peers.parts > 1:
+        alike = run.mesh[(*FSDP_DIMS, "cp")]._flatten("alike").get_group()
+    return shard(model, run.device, blocks, run.seed, fsdp_mesh(run.mesh), alike, init, **how)
 
 
 def _check_split(

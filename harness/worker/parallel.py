@@ -139,6 +139,27 @@ class Single:
         """There is nobody to share it with."""
 
 
+def buckets_of(
+    parameters: Iterable[nn.Parameter], bucket_bytes: int = BUCKET_BYTES
+) -> list[list[nn.Parameter]]:
+    """Neighbours of one kind, up to so many bytes (or a single one)."""
+    groups: list[list[nn.Parameter]] = []
+    size = 0
+    for p in parameters:
+        nbytes = p.numel() * p.element_size()
+        kind = (p.dtype, p.device)
+        if (
+            not groups
+            or size + nbytes > bucket_bytes
+            or (groups[-1][0].dtype, groups[-1][0].device) != kind
+        ):
+            groups.append([])
+            size = 0
+        groups[-1].append(p)
+        size += nbytes
+    return groups
+
+
 class Replicated:
     """Every rank holds the whole model. Gradients are summed in flat buckets, while the last
     backward still runs: the first one of a step is copied into its place there, and autograd adds
@@ -181,20 +202,7 @@ class Replicated:
             p.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
 
     def _build(self, bucket_bytes: int) -> None:
-        groups: list[list[nn.Parameter]] = []
-        size = 0
-        for p in reversed(self.parameters):
-            nbytes = p.numel() * p.element_size()
-            kind = (p.dtype, p.device)
-            if (
-                not groups
-                or size + nbytes > bucket_bytes
-                or (groups[-1][0].dtype, groups[-1][0].device) != kind
-            ):
-                groups.append([])
-                size = 0
-            groups[-1].append(p)
-            size += nbytes
+        groups = buckets_of(reversed(self.parameters), bucket_bytes)
         self._sizes = [len(group) for group in groups]
         for number, group in enumerate(groups):
             flat = torch.zeros(

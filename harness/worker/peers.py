@@ -157,6 +157,18 @@ class Peers:
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
     @property
+    def parts(self) -> int:
+        """Ranks of a replica that have different positions of the same samples (`cp`): each has a
+        part of a micro-batch's loss."""
+        return 1 if self.model_mesh is None else self.model_mesh.cp
+
+    @property
+    def tells_losses(self) -> bool:
+        """Of the ranks with the same positions one does."""
+        tp = 1 if self.model_mesh is None else self.model_mesh.tp
+        return self.grouping.leads(self.rank - self.rank // tp % self.parts * tp)
+
+    @property
     def model_devices(self) -> DeviceMesh | None:
         """`mesh`, if one was asked for."""
         return None if self.model_mesh is None else self.mesh

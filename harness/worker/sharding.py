@@ -25,6 +25,19 @@ if TYPE_CHECKING:
 
 
 FSDP_DIMS = ("dp_replicate", "dp_shard")  # of `run.mesh`, over which FSDP2 works
+CP_DIMS = ("dp_replicate", "dp_shard_cp")  # the same where ranks share positions as well
+
+
+def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Of `run.mesh`, what FSDP2 works over. Ranks of `cp` hold parts of the parameters like those
+    of `dp_shard`, and their gradients are parts of the same sum. Raises BadInput."""
+    if mesh["cp"].size() == 1:
+        return mesh[FSDP_DIMS]
+    from torch.distributed.device_mesh import DeviceMesh
+
+    needs(DeviceMesh, "attach(mesh={'cp': ...})", "_concatenate")
+    together = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    return DeviceMesh._concatenate([mesh["dp_replicate"], together])
 
 
 def needs(thing: object, what: str, *names: str) -> None:
@@ -107,18 +120,19 @@ def check_sharding(model: nn.Module, run_mesh: DeviceMesh | None = None) -> None
             "them"
         )
     world = dist.get_world_size()
+    dims = CP_DIMS if run_mesh is not None and run_mesh["cp"].size() > 1 else FSDP_DIMS
     meshes: dict[str, str] = {}
     for name, p in sharded:
         mesh = p.device_mesh
         names = mesh.mesh_dim_names or ("?",) * mesh.ndim
-        if mesh.ndim != 1 and names not in (FSDP_DIMS, (*FSDP_DIMS, "tp")):
-            dims = " x ".join(f"{n}={size}" for n, size in zip(names, mesh.shape, strict=True))
+        if mesh.ndim != 1 and names not in (dims, (*dims, "tp")):
+            found = " x ".join(f"{n}={size}" for n, size in zip(names, mesh.shape, strict=True))
             raise BadInput(
-                f"{name}: wanted a mesh of one dimension, found {dims} (HSDP, or tensor "
+                f"{name}: wanted a mesh of one dimension, found {found} (HSDP, or tensor "
                 f"parallelism beside fsdp2); use attach(mesh={{'dp_shard': ..., 'tp': ...}}) and "
                 "its run.mesh for these, or prepare(strategy=...) one of your own"
             )
-        at = p.placements[names.index("dp_shard")] if mesh.ndim > 1 else p.placements[0]
+        at = p.placements[1] if mesh.ndim > 1 else p.placements[0]
         if at.is_replicate() or at.is_partial():
             raise BadInput(f"{name}: wanted its rows sharded over the ranks, found {at}; {use}")
         if id(p) not in managed:
@@ -128,7 +142,8 @@ def check_sharding(model: nn.Module, run_mesh: DeviceMesh | None = None) -> None
             )
         ranks, wanted = mesh.mesh.flatten().tolist(), list(range(world))
         if run_mesh is not None and mesh.ndim > 1:
-            wanted = run_mesh[names].mesh.flatten().tolist()
+            own = ("dp_replicate", "dp_shard", "cp", *names[2:])
+            wanted = run_mesh[own].mesh.flatten().tolist()
         if ranks != wanted:
             raise BadInput(
                 f"{name}: wanted a mesh over ranks {_row(wanted)} in this order, found one over "
@@ -161,7 +176,7 @@ def copies_of(p: Any, ranks: int) -> int:
 
 def is_split(p: Any) -> bool:
     """By tensor parallelism, and not sharded yet."""
-    return hasattr(p, "placements") and "dp_shard" not in (p.device_mesh.mesh_dim_names or ())
+    return hasattr(p, "placements") and "dp_replicate" not in (p.device_mesh.mesh_dim_names or ())
 
 
 def check_unwrapped(model: nn.Module) -> None:

@@ -75,7 +75,8 @@ class OpenStep:
 
     def _new_sums(self) -> Sums:
         work = self._work
-        return Sums(work.batching, work.peers.device, work.peers.leads_replica)
+        peers = work.peers
+        return Sums(work.batching, peers.device, peers.leads_replica, tells=peers.tells_losses)
 
     def _take_up(self, micro: int, samples: int, last: bool, filler: bool = False) -> None:
         """Before the forward of a micro-batch."""
@@ -92,14 +93,18 @@ class OpenStep:
     ) -> None:
         """Add this micro-batch's gradients. `loss`: mean over the micro-batch, 0-d. `weight`: how
         much the mean stands for; by default its samples; the number of valid tokens when those
-        differ. `via`: who goes backward, `fabric.backward` for example; None: the loss itself.
+        differ. Where ranks share the positions (`cp`), both are of this rank's. `via`: who goes
+        backward, `fabric.backward` for example; None: the loss itself.
 
         It may be called several times for a micro-batch, as often for each: without weights the
         losses add up; with weights each is the mean of a part of it (a loss in chunks).
         """
         training, hand = self._work.training, self._hand
         self._work.timer.enter(BACKWARD)
-        amount = float(hand.samples if weight is None else weight)
+        if (whole := getattr(loss, "full_tensor", None)) is not None:  # of torch's loss_parallel
+            loss = whole()
+        parts = self._work.peers.parts
+        amount = float(hand.samples / parts if weight is None else weight)
         if hand.filler:
             amount = 0.0
         scaled = loss * amount

@@ -23,6 +23,7 @@ from harness.worker.norms import Norms, has_sync_norm
 from harness.worker.parallel import Strategy, check_fits, strategy_for
 from harness.worker.peers import Peers
 from harness.worker.sharding import check_real, is_sharded, to_device
+from harness.worker.zero import as_stepped
 from storage import dcp
 from storage.manifest import Manifest
 from storage.names import plain_name
@@ -176,8 +177,13 @@ class Training:
 
     def _check_norms(self) -> None:
         """What SyncBatchNorm computes depends on the world: refused with exact sums, told with
-        others."""
+        others. Where positions are shared BatchNorm is refused."""
         assert self.model is not None
+        if self._peers.parts > 1 and self.norms.watches:
+            raise BadInput(
+                f"mesh {self._peers.model_mesh}: the model has BatchNorm, whose averages are over "
+                "all positions, and a rank of cp has some of them; use LayerNorm or RMSNorm"
+            )
         if has_sync_norm(self.model):
             what = "the model has SyncBatchNorm, whose forward averages over the ranks that are "
             if self.reduce != "fast":
@@ -277,7 +283,7 @@ class Training:
             top = path.partition("/")[0]
             return RANK_MARK not in top or top in mine
 
-        like = dcp.like_parameters({"optimizer": self.optimizers})
+        like = dcp.like_parameters({"optimizer": [as_stepped(o) for o in self.optimizers]})
         tensors = dcp.destinations(manifest, named_as(manifest, common(have)), like, wanted)
         dcp.load(snapshots, manifest, tensors)
         state = dcp.join(
