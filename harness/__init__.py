@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from harness.views.plugins import RunInfo
     from harness.watch.watched import Watched, watched
+    from harness.worker.experts import expert_parallel
     from harness.worker.fsdp import fsdp2
     from harness.worker.session import Session, Step, attach
 
@@ -73,6 +74,7 @@ __all__ = [
     "Watched",
     "World",
     "attach",
+    "expert_parallel",
     "fsdp2",
     "policies",
     "recover",
@@ -91,6 +93,7 @@ _HOMES = {  # of what does not live in harness.core.world
     "StepRecord": "harness.core.records",
     "Watched": "harness.watch.watched",
     "attach": "harness.worker.session",
+    "expert_parallel": "harness.worker.experts",
     "fsdp2": "harness.worker.fsdp",
     "recover": "harness.controller.recovery",
     "watched": "harness.watch.watched",

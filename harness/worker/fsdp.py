@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def fsdp2(model: nn.Module, run: Session, blocks: list[nn.Module] | None = None) -> nn.Module:
     """Shard the model over all ranks, or over those of `attach(mesh={"dp_shard": ...})` (FSDP2);
     then gradients are summed within a copy of the model first, and over copies next. What is split
-    by tensor parallelism over `run.mesh["tp"]` is so before. Call before the optimizer is made: it
-    replaces the parameters.
+    by tensor parallelism over `run.mesh["tp"]`, or by `expert_parallel`, is so before. Call before
+    the optimizer is made: it replaces the parameters.
 
     `blocks` (default: the members of every ModuleList) are sharded one after the other, so no
     device ever holds the whole model. A model on the meta device (`with torch.device("meta")`) gets
@@ -31,5 +31,6 @@ def fsdp2(model: nn.Module, run: Session, blocks: list[nn.Module] | None = None)
     if peers.model_mesh is None:
         shard(model, run.device, blocks, run.seed)
     else:
-        shard(model, run.device, blocks, run.seed, run.mesh[FSDP_DIMS], peers.across)
+        mesh, experts = run.mesh[FSDP_DIMS], peers.expert_mesh
+        shard(model, run.device, blocks, run.seed, mesh, peers.across, experts)
     return model
