@@ -22,8 +22,9 @@ from gpt import GPT
 
 @dataclass(frozen=True)
 class Mixture:
-    """`experts` in each layer, of which each token is given `top_k`; `hidden`: width of each.
-    `gates`: what a router's logits become. `speed`: of balancing, in the unit of gates; 0: none."""
+    """`experts` in each layer, of which each token is given `top_k`; `hidden`: width of each, as
+    the model's a multiple of 8. `gates`: what a router's logits become. `speed`: of balancing, in
+    the unit of gates; 0: none."""
 
     experts: int = 8
     top_k: int = 2
@@ -32,10 +33,10 @@ class Mixture:
     speed: float = 1e-3
 
     def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.experts or self.hidden < 1:
+        if not 1 <= self.top_k <= self.experts or self.hidden < 1 or self.hidden % 8:
             raise ValueError(
-                "wanted top_k from 1 to the number of experts, and hidden from 1 on, found "
-                f"{self}; e.g. experts=8 top_k=2 hidden=256"
+                "wanted top_k from 1 to the number of experts, and hidden a multiple of 8 (rows of "
+                f"16 bytes), found {self}; e.g. experts=8 top_k=2 hidden=256"
             )
 
 
@@ -121,8 +122,8 @@ class MoE(nn.Module):
         # rows that are chosen twice come in any order
         copies = tokens.repeat_interleave(which.shape[1], dim=0)
         rows = self.experts(copies.index_select(0, order), counts)
-        back = rows.index_select(0, order.argsort()).unflatten(0, which.shape)
-        return (back * gates.type_as(back).unsqueeze(-1)).sum(1).view_as(x)
+        back = rows.index_select(0, order.argsort()) * gates.type_as(rows).view(-1, 1)
+        return back.view(*x.shape[:-1], which.shape[1], -1).sum(-2)
 
 
 def with_experts(model: GPT, mixture: Mixture) -> GPT:

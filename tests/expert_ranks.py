@@ -2,13 +2,13 @@
 its ranks: torch is imported once. Prints a line of JSON, a list over ranks."""
 
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from reshard import fork, import_all
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.worker.experts import give_out
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from moe import Experts, Mixture, MoE
+from moe import Mixture, MoE
 
 WORLD, DIM = 4, 8
 MIXTURE = Mixture(experts=8, top_k=2, hidden=16)
@@ -79,8 +79,8 @@ def order(rank, mesh):
     }
 
 
-def main(rank):
-    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("ep",))
+def main():
+    mesh, rank = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("ep",)), dist.get_rank()
     mine = {
         "far": moe(rank, mesh, again=False),
         "far, computed again": moe(rank, mesh, again=True),
@@ -94,23 +94,6 @@ def main(rank):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
+    import_all()
     with tempfile.TemporaryDirectory() as folder:
-        pids = []
-        for rank in range(WORLD):
-            if (pid := os.fork()) == 0:
-                code = 1
-                try:
-                    store = dist.FileStore(f"{folder}/meet", WORLD)
-                    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-                    main(rank)
-                    dist.barrier()
-                    code = 0
-                except BaseException:
-                    sys.excepthook(*sys.exc_info())
-                finally:
-                    sys.stderr.flush()
-                    os._exit(code)
-            pids.append(pid)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    assert codes == [0] * WORLD, codes
+        fork(WORLD, f"{folder}/meet", main)

@@ -4,6 +4,7 @@ or all on one rank."""
 import argparse
 import hashlib
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -30,7 +31,7 @@ p.add_argument("--whole", action="store_true", help="expert_parallel is left out
 p.add_argument("--go", default="", help="a file: until it is there the steps are slow")
 p.add_argument("--out", default="")
 a = p.parse_args()
-MIXTURE = Mixture(experts=4, top_k=2, hidden=12, speed=0.01)
+MIXTURE = Mixture(experts=4, top_k=2, hidden=16, speed=0.01)
 
 
 class Block(nn.Module):
@@ -60,11 +61,9 @@ class Net(nn.Module):
 run = harness.attach(seed=1, snapshot_every_steps=a.every, reduce=a.reduce)
 with torch.device("meta" if a.meta else "cpu"):
     model = Net()
-if run.replica_ranks == 1 and "dp_shard" in (run.mesh.mesh_dim_names if run.world > 1 else ()):
-    if not a.whole:
-        harness.expert_parallel(model, run, [block.mlp.experts for block in model.blocks])
-    harness.fsdp2(model, run)
-elif a.meta:
+if not a.whole:
+    harness.expert_parallel(model, run, [block.mlp.experts for block in model.blocks])
+if a.meta or "HARNESS_MESH" in os.environ:
     harness.fsdp2(model, run)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 run.prepare(model, optimizer)
@@ -92,7 +91,7 @@ if a.out and run.rank == 0:
     said = {
         "weights": weights,
         "sum": float(sum(v.double().abs().sum() for v in whole.values())),
-        "held": held / (3 * 4 * 8 * 12),
+        "held": held / (3 * 4 * 8 * 16),
         "bias": [whole[f"blocks.{i}.mlp.router.expert_bias"].tolist() for i in range(2)],
     }
     Path(a.out).write_text(json.dumps(said))

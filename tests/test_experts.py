@@ -21,8 +21,9 @@ from storage.opening import open_store
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "examples"))
-from gpt import GPT, Shape
-from moe import Experts, Mixture, MoE, Router, with_experts
+
+from gpt import GPT, Shape  # noqa: E402
+from moe import Experts, Mixture, MoE, Router, with_experts  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +159,7 @@ def test_loads_are_those_of_micro_batches_that_count():
     assert given[2:] == [(load // 2).tolist() for load in expected]
 
 
-def test_a_rank_of_several_in_a_replica_cannot_count(monkeypatch):
+def test_a_rank_of_several_in_a_replica_cannot_count():
     peers = Peers({"WORLD_SIZE": "2"}, replica_ranks=2)
     with pytest.raises(BadInput, match="Router counts the tokens of its rank: wanted ranks with"):
         Loads(Counted(), peers)
@@ -177,7 +178,7 @@ def test_a_rank_of_several_in_a_replica_cannot_count(monkeypatch):
 def test_modules_of_other_kinds_are_refused(module, says):
     if isinstance(module, torch.nn.Linear):
         module.register_parameter("scale", torch.nn.Parameter(torch.ones(4)))
-    with pytest.raises(BadInput, match="blocks.0") as refused:
+    with pytest.raises(BadInput, match=r"blocks\.0") as refused:
         _check(module, "blocks.0", 2)
     assert says in str(refused.value)
 
