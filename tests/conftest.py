@@ -98,7 +98,7 @@ FILE_S = {
     "test_dcp.py": 20,
     "test_replicas.py": 20,
     "test_examples.py": 18,
-    "test_expert_worlds.py": 150,
+    "test_expert_worlds.py": 180,
     "test_experts.py": 15,
     "test_package.py": 15,
     "test_main_job.py": 15,

@@ -117,38 +117,28 @@ def test_what_is_saved_on_any_mesh_is_loaded_bit_equal_on_any_other(tmp_path):
     assert max(sizes) < 1.1 * min(sizes)  # one copy, whoever holds how many; with padding
 
 
-def test_a_node_is_lost_a_newcomer_comes_and_one_is_drained(alone, nodes):  # noqa: F811
+@pytest.mark.parametrize(("end", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 33)])
+def test_a_node_is_lost_or_drained_and_a_newcomer_comes(alone, nodes, end, code):  # noqa: F811
     """Four nodes of one rank each: two copies of two ranks, which share the experts."""
-    flags = ["--total", 16, "--go", nodes.go]
+    flags = ["--total", 60, "--go", nodes.go]
     agent = ["--mesh", "dp_shard=2,ep=2", "--nproc", "1"]
-
-    def start():
-        return nodes.start(*flags, script=MIXTURE, agent=agent)
-
-    def newest():
-        return nodes.facts(EpochStarted)[-1]
-
-    def of_second_copy():
-        return nodes.processes[int(newest().members[3].split("-")[0].removeprefix("m")) - 1]
-
     for _ in range(4):
-        start()
+        nodes.start(*flags, script=MIXTURE, agent=agent)
     nodes.until(lambda: any(e.world == 4 for e in nodes.facts(EpochStarted)) and nodes.step() >= 3)
-    os.killpg(of_second_copy().pid, signal.SIGKILL)
-    nodes.until(lambda: newest().world == 2)
-    start()
-    nodes.until(lambda: newest().world == 4)
-    seen, drained = nodes.step(), of_second_copy()
-    nodes.until(lambda: nodes.step() > seen)
-    drained.send_signal(signal.SIGTERM)
-    assert drained.wait(200) == 33
-    nodes.until(lambda: newest().world == 2)
-    start()
-    nodes.until(lambda: newest().world == 4)
+    member = nodes.facts(EpochStarted)[-1].members[3]
+    one = nodes.processes[int(member.split("-")[0].removeprefix("m")) - 1]
+    if end == signal.SIGKILL:
+        os.killpg(one.pid, end)
+    else:
+        one.send_signal(end)
+    nodes.until(lambda: nodes.facts(EpochStarted)[-1].world == 2)
+    nodes.start(*flags, script=MIXTURE, agent=agent)
+    nodes.until(lambda: nodes.facts(EpochStarted)[-1].world == 4)
     nodes.go.touch()
-    assert sorted(nodes.codes()) == [-9, 0, 0, 0, 0, 33], nodes.logs()
+    assert sorted(nodes.codes()) == sorted([code, 0, 0, 0, 0]), nodes.logs()
     assert {e.world for e in nodes.facts(EpochStarted)} <= {2, 4}
-    same_training(nodes.run, alone("--total", 16)[0])
+    assert {r.world for r in history(nodes.run)} == {2, 4}
+    same_training(nodes.run, alone("--total", 60)[0])
     assert audit(open_store(nodes.url)).ok
 
 

@@ -8,7 +8,7 @@ nothing.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from harness.core.world import BadInput
 from harness.worker.peers import Peers
 
 
-@runtime_checkable
 class Balanced(Protocol):
     """A router (an nn.Module) that is balanced once per step."""
 
@@ -36,7 +35,10 @@ class Loads:
 
     def __init__(self, model: nn.Module, peers: Peers):
         """Raises BadInput."""
-        self._routers: list[Any] = [m for m in model.modules() if isinstance(m, Balanced)]
+        # not by isinstance: from Python 3.12 on that sees no buffers
+        self._routers: list[Any] = [
+            m for m in model.modules() if hasattr(m, "expert_load") and hasattr(m, "rebalance")
+        ]
         self._peers = peers
         self._micro: int | None = None  # whose forward runs; None: of none that counts
         self._found: dict[int, torch.Tensor] = {}  # by micro-batch: of all routers

@@ -237,7 +237,7 @@ def shard(
     names = {id(m): name for name, m in model.named_modules()}
     made: dict[int, Any] = {}
     experts = [module for module in model.modules() if holds_experts(module)]
-    for part in [*experts, *blocks, model]:
+    for part in dict.fromkeys([*experts, *blocks, model]):
         materialize(part, device, seed, names, made)
         part.to(device)
         same_everywhere(part)

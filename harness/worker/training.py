@@ -126,6 +126,9 @@ class Training:
 
     def _choose(self, asked: Strategy | None) -> Strategy:
         assert self.model is not None
+        mesh = self._peers.model_mesh
+        if asked is None and mesh is not None and mesh.ep > 1:
+            self._check_experts(mesh)
         chosen: Strategy
         if asked is not None:
             chosen = asked
@@ -139,7 +142,6 @@ class Training:
                 self._named(),
                 self._peers.model_devices,
             )
-        mesh = self._peers.model_mesh
         if (
             asked is None
             and mesh is not None
@@ -150,8 +152,6 @@ class Training:
                 f"mesh {mesh}: wanted a model sharded by harness.fsdp2(model, run), found a whole "
                 "one on each rank; shard it, or leave the mesh out"
             )
-        if asked is None and mesh is not None and mesh.ep > 1:
-            self._check_experts(mesh)
         check_fits(chosen, self.reduce, self._peers.replica_ranks)
         return chosen
 
