@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from harness.watch.watched import Watched, watched
     from harness.worker.context import attention, own_randomness, split_context
     from harness.worker.cross_entropy import chunked_cross_entropy
+    from harness.worker.experts import expert_parallel
     from harness.worker.fsdp import fsdp2
     from harness.worker.pretrained import load_pretrained, model_shape
     from harness.worker.session import Session, Step, attach
@@ -82,6 +83,7 @@ __all__ = [
     "attach",
     "attention",
     "chunked_cross_entropy",
+    "expert_parallel",
     "fsdp2",
     "load_pretrained",
     "model_shape",
@@ -109,6 +111,7 @@ _HOMES = {  # of what does not live in harness.core.world
     "attach": "harness.worker.session",
     "attention": "harness.worker.context",
     "chunked_cross_entropy": "harness.worker.cross_entropy",
+    "expert_parallel": "harness.worker.experts",
     "fsdp2": "harness.worker.fsdp",
     "load_pretrained": "harness.worker.pretrained",
     "model_shape": "harness.worker.pretrained",

@@ -13,12 +13,12 @@ os.environ.setdefault("STORAGE_FSYNC", "0")
 # Slow proofs, minutes of them: `make proofs` runs these files and nothing else, `make test` all the
 # others; other people's trainers have an environment of their own (`make adapters`).
 PROOFS = (
-    *("budget", "check_run", "context", "dcp", "examples", "extending", "fine_tuned", "floods"),
-    *("hostile_day", "kills", "live_faults_of_b30688c", "longrun", "loops_page", "many_nodes"),
-    *("memory", "meshes", "micro_loader", "old_runs", "open_steps", "own_files", "package"),
-    *("permissions", "plan_calibration", "price_waits", "python_versions", "replay", "replicas"),
-    *("rerun", "secrets", "sim", "soak", "system", "tensor_parallel", "versions", "wandb_run"),
-    *("watch_processes", "whereabouts", "zero"),
+    *("budget", "check_run", "context", "dcp", "examples", "expert_worlds", "extending"),
+    *("fine_tuned", "floods", "hostile_day", "kills", "live_faults_of_b30688c", "longrun"),
+    *("loops_page", "many_nodes", "memory", "meshes", "micro_loader", "old_runs", "open_steps"),
+    *("own_files", "package", "permissions", "plan_calibration", "price_waits", "python_versions"),
+    *("replay", "replicas", "rerun", "secrets", "sim", "soak", "system", "tensor_parallel"),
+    *("versions", "wandb_run", "watch_processes", "whereabouts", "zero"),
 )
 _proofs = {f"test_{name}.py" for name in PROOFS}
 _files = {path.name for path in Path(__file__).parent.glob("test_*.py")}
@@ -99,6 +99,8 @@ FILE_S = {
     "test_dcp.py": 20,
     "test_replicas.py": 20,
     "test_examples.py": 18,
+    "test_expert_worlds.py": 180,
+    "test_experts.py": 15,
     "test_package.py": 15,
     "test_main_job.py": 15,
     "test_whereabouts.py": 14,

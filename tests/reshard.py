@@ -5,6 +5,7 @@ its ranks: torch is imported once.
 snapshot.
 """
 
+import functools
 import importlib
 import os
 import queue
@@ -46,10 +47,11 @@ def state_of(model, optimizer):
     return split({"model": model.state_dict(), "optimizer": [optimizer.state_dict()]})
 
 
-def save(folder, kind, world, group):
-    model, optimizer = build(kind, seed=0)
+def save(url, model, optimizer):
+    """As the snapshot whose step is 1 and whose epoch is the number of ranks."""
+    group, world = dist.group.WORLD, dist.get_world_size()
     tensors, plain = state_of(model, optimizer)
-    store = open_store(f"{folder}/{kind}")
+    store = open_store(url)
     saver = Saver(Snapshots(store), group if world > 1 else None, own_memory=False)
     saver.plan(tensors)
     buffer = torch.zeros(saver.nbytes, dtype=torch.uint8)
@@ -76,25 +78,22 @@ def save(folder, kind, world, group):
     dist.barrier(group)
 
 
-def check(folder, kind, group):
-    for saved_on in WORLDS:
-        model, optimizer = build(kind, seed=1)
-        tensors, _ = state_of(model, optimizer)
-        snapshots = Snapshots(open_store(f"{folder}/{kind}"))
-        manifest = snapshots.load(Ref(1, saved_on))
-        load(snapshots, manifest, tensors)
-        join(tensors, manifest.data["state"])
-        for name, t in tensors.items():
-            whole = (t.full_tensor() if isinstance(t, DTensor) else t).detach().contiguous()
-            found = whole.reshape(-1).view(torch.uint8).numpy().tobytes()
-            assert found == _whole(snapshots, manifest, name).tobytes(), (kind, saved_on, name)
-    dist.barrier(group)
+def check(url, saved_on, model, optimizer):
+    """Load what so many ranks saved, and compare all of it with what is stored."""
+    tensors, _ = state_of(model, optimizer)
+    snapshots = Snapshots(open_store(url))
+    manifest = snapshots.load(Ref(1, saved_on))
+    load(snapshots, manifest, tensors)
+    join(tensors, manifest.data["state"])
+    for name, t in tensors.items():
+        whole = (t.full_tensor() if isinstance(t, DTensor) else t).detach().contiguous()
+        found = whole.reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert found == _whole(snapshots, manifest, name).tobytes(), (url, saved_on, name)
 
 
-def fork(world, folder, what):
-    """A world; every rank must end well."""
+def fork(world, rendezvous, work):
+    """`work` in a world of so many ranks; every one must end well."""
     pids = []
-    rendezvous = f"{folder}/{what}-{world}"
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
@@ -103,11 +102,8 @@ def fork(world, folder, what):
                 dist.init_process_group(
                     "gloo", store=dist.FileStore(rendezvous, world), rank=rank, world_size=world
                 )
-                for kind in KINDS:
-                    if what == "save":
-                        save(folder, kind, world, dist.group.WORLD)
-                    else:
-                        check(folder, kind, dist.group.WORLD)
+                work()
+                dist.barrier()
                 code = 0
             except BaseException:
                 sys.excepthook(*sys.exc_info())
@@ -116,17 +112,33 @@ def fork(world, folder, what):
                 os._exit(code)
         pids.append(pid)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    assert codes == [0] * world, (what, world, codes)
+    assert codes == [0] * world, (rendezvous, codes)
+
+
+def import_all():
+    """What every rank would import later."""
+    torch.set_num_threads(1)
+    for name in ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"):
+        importlib.import_module(name)
+
+
+def save_all(folder):
+    for kind in KINDS:
+        save(f"{folder}/{kind}", *build(kind, seed=0))
+
+
+def check_all(folder):
+    for kind in KINDS:
+        for saved_on in WORLDS:
+            check(f"{folder}/{kind}", saved_on, *build(kind, seed=1))
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    # what every rank would import later
-    for name in ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"):
-        importlib.import_module(name)
-    for what in ("save", "load"):
+    import_all()
+    for what in (save_all, check_all):
         for world in WORLDS:
-            fork(world, sys.argv[1], what)
+            meet = f"{sys.argv[1]}/{what.__name__}-{world}"
+            fork(world, meet, functools.partial(what, sys.argv[1]))
     for kind in KINDS:
         snapshots = Snapshots(open_store(f"{sys.argv[1]}/{kind}"))
         for world in WORLDS:

@@ -15,6 +15,9 @@ def test_a_mesh_is_read_as_it_is_written():
     for mesh in (ModelMesh(), ModelMesh(dp_shard=4), ModelMesh(tp=2)):
         assert parse(str(mesh)) == mesh
     assert EIGHT_BY_TWO.sizes(48) == {"dp_replicate": 3, "pp": 1, "dp_shard": 8, "cp": 1, "tp": 2}
+    experts = parse("dp_shard=8,ep=4")
+    assert str(experts) == "dp_shard=8,ep=4" and experts.copy_ranks == 8
+    assert experts.expert_sizes(16) == {"dp_replicate": 2, "dp_shard_mod_ep": 2, "ep": 4}
     assert mesh_of({"dp_replicate": -1, "dp_shard": 2}) == ModelMesh(dp_shard=2)
 
 
@@ -48,6 +51,9 @@ def test_replicas_are_the_ranks_that_differ_in_nothing_but_dp(mesh):
         ("dp_shard=65536,tp=2", "at most 65536 ranks"),
         ("tp=2,tp=2", "each name once"),
         ("dp_replicate=2", "copies come and go with the nodes"),
+        ("dp_shard=6,ep=4", "wanted ep to divide dp_shard"),
+        ("ep=2", "wanted ep to divide dp_shard"),
+        ("dp_shard=2,tp=2,ep=2", "ep is there beside dp_shard only"),
         ("pp=2", "found pp (pipelines), which is not there yet"),
         ("fsdp=2", "found 'fsdp'"),
     ],

@@ -6,8 +6,11 @@ the places on each dimension:
 
     rank = (((dp_replicate * PP + pp) * DP_SHARD + dp_shard) * CP + cp) * TP + tp
 
-`ep` makes no ranks of its own: experts are shared out over ranks of `dp_shard`. Only `dp_replicate`
-changes while a run goes on: copies come and go, whole.
+`ep` makes no ranks of its own: experts are shared out over ranks of `dp_shard`, which is then
+
+    dp_shard = dp_shard_mod_ep * EP + ep
+
+Only `dp_replicate` changes while a run goes on: copies come and go, whole.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from harness.core.batch import Grouping
 from harness.core.world import BadInput
 
 DP_REPLICATE = "dp_replicate"
-KNOWN = {"pp": "pipelines", "ep": "expert parallelism"}  # to others
+EXPERT_DIMS = (DP_REPLICATE, "dp_shard_mod_ep", "ep")  # over which experts lie
+KNOWN = {"pp": "pipelines"}  # to others
 MOST = 1 << 16  # ranks of a copy
 
 
@@ -66,6 +70,11 @@ class ModelMesh:
         inner = {"pp": self.pp, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
         return {DP_REPLICATE: copies, **inner}
 
+    def expert_sizes(self, world: int) -> dict[str, int]:
+        """Of `EXPERT_DIMS`: the same ranks, cut as experts are. Raises BadInput as `sizes`."""
+        sizes = (self.sizes(world)[DP_REPLICATE], self.dp_shard // self.ep, self.ep)
+        return dict(zip(EXPERT_DIMS, sizes, strict=True))
+
     def __str__(self) -> str:
         """As `parse` reads it."""
         said = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -102,6 +111,10 @@ def mesh_of(sizes: Mapping[str, int]) -> ModelMesh:
     found = ModelMesh(**{name: size for name, size in sizes.items() if name in WORDS})
     if found.dp_shard % found.ep:
         raise BadInput(f"mesh {found}: wanted ep to divide dp_shard, over whose ranks experts lie")
+    if found.ep > 1 and found.replica_ranks > 1:
+        raise BadInput(
+            f"mesh {found}: ep is there beside dp_shard only; leave it out, or the other dimensions"
+        )
     if found.copy_ranks > MOST:
         raise BadInput(f"mesh {found}: wanted at most {MOST} ranks of a copy")
     return found

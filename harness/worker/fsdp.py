@@ -30,9 +30,9 @@ def fsdp2(
 ) -> nn.Module:
     """Shard the model over all ranks, or over those of `attach(mesh={"dp_shard": ...})` (FSDP2);
     then gradients are summed within a copy of the model first, and over copies next. What is split
-    by tensor parallelism over `run.mesh["tp"]` is so before; checkpointing and compiling of blocks
-    come between the two (docs/MESHES.md). Call before the optimizer is made: it replaces the
-    parameters.
+    by tensor parallelism over `run.mesh["tp"]`, or by `expert_parallel`, is so before;
+    checkpointing and compiling of blocks come between (docs/MESHES.md). Call before the optimizer
+    is made: it replaces the parameters.
 
     `blocks` (default: the members of every ModuleList) are sharded one after the other, so no
     device ever holds the whole model, but the largest of them, or what lies in none (the root). A
@@ -67,7 +67,8 @@ def fsdp2(
     alike = peers.across
     if peers.parts > 1:
         alike = run.mesh[(*FSDP_DIMS, "cp")]._flatten("alike").get_group()
-    return shard(model, run.device, blocks, run.seed, fsdp_mesh(run.mesh), alike, init, **how)
+    mesh, experts = fsdp_mesh(run.mesh), peers.expert_mesh
+    return shard(model, run.device, blocks, run.seed, mesh, alike, experts, init, **how)
 
 
 def _check_split(

@@ -84,6 +84,12 @@ class OwnLoop:
 
     def __init__(self, work: Work, hands: Hands, place: DataPlace):
         self._work, self._hands, self._place = work, hands, place
+        if work.training.loads.watches:
+            raise BadInput(
+                "the model has routers that are balanced once per step, and this trainer does not "
+                "say when a backward begins; use run.steps(...) or run.loader, or balance them by "
+                "an auxiliary loss"
+            )
         batching = work.batching
         self.micro_batches, self.micro_batch = batching.micro_batches, batching.micro_batch
         self.share = work.feed.plan.micros(work.peers.rank)

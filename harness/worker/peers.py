@@ -156,6 +156,19 @@ class Peers:
         shape, names = tuple(sizes.values()), tuple(sizes)
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
+    @functools.cached_property
+    def expert_mesh(self) -> DeviceMesh | None:
+        """The same ranks, cut into `EXPERT_DIMS`; None: experts are not shared out. All ranks ask
+        for it at the same point. Raises BadInput without a process group."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if self.model_mesh is None or self.model_mesh.ep == 1:
+            return None
+        sizes = self.model_mesh.expert_sizes(self.world)
+        return init_device_mesh(
+            self.mesh.device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+        )
+
     @property
     def parts(self) -> int:
         """Ranks of a replica that have different positions of the same samples (`cp`): each has a

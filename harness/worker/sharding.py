@@ -6,6 +6,7 @@ What a strategy could not sum right is refused by name before anything is traine
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 
+from harness.core.mesh import EXPERT_DIMS
 from harness.core.world import BadInput
 from harness.worker.broadcast import same_everywhere, share
 from harness.worker.materialize import Init, Materials
@@ -125,14 +127,14 @@ def check_sharding(model: nn.Module, run_mesh: DeviceMesh | None = None) -> None
     for name, p in sharded:
         mesh = p.device_mesh
         names = mesh.mesh_dim_names or ("?",) * mesh.ndim
-        if mesh.ndim != 1 and names not in (dims, (*dims, "tp")):
+        if mesh.ndim != 1 and names not in (dims, (*dims, "tp"), EXPERT_DIMS):
             found = " x ".join(f"{n}={size}" for n, size in zip(names, mesh.shape, strict=True))
             raise BadInput(
                 f"{name}: wanted a mesh of one dimension, found {found} (HSDP, or tensor "
                 f"parallelism beside fsdp2); use attach(mesh={{'dp_shard': ..., 'tp': ...}}) and "
                 "its run.mesh for these, or prepare(strategy=...) one of your own"
             )
-        at = p.placements[1] if mesh.ndim > 1 else p.placements[0]
+        at = p.placements[1 if mesh.ndim > 1 else 0]
         if at.is_replicate() or at.is_partial():
             raise BadInput(f"{name}: wanted its rows sharded over the ranks, found {at}; {use}")
         if id(p) not in managed:
@@ -141,7 +143,7 @@ def check_sharding(model: nn.Module, run_mesh: DeviceMesh | None = None) -> None
                 f"(distribute_tensor?); {use}"
             )
         ranks, wanted = mesh.mesh.flatten().tolist(), list(range(world))
-        if run_mesh is not None and mesh.ndim > 1:
+        if run_mesh is not None and mesh.ndim > 1 and names != EXPERT_DIMS:
             own = ("dp_replicate", "dp_shard", "cp", *names[2:])
             wanted = run_mesh[own].mesh.flatten().tolist()
         if ranks != wanted:
@@ -175,8 +177,17 @@ def copies_of(p: Any, ranks: int) -> int:
 
 
 def is_split(p: Any) -> bool:
-    """By tensor parallelism, and not sharded yet."""
+    """By tensor or expert parallelism, and not sharded yet."""
     return hasattr(p, "placements") and "dp_replicate" not in (p.device_mesh.mesh_dim_names or ())
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Were its own parameters given out by `harness.expert_parallel`?"""
+    return any(
+        "ep" in (p.device_mesh.mesh_dim_names or ())
+        for p in module.parameters(recurse=False)
+        if hasattr(p, "device_mesh")
+    )
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -213,14 +224,16 @@ def shard(
     seed: int = 0,
     mesh: DeviceMesh | None = None,
     replicas: dist.ProcessGroup | None = None,
+    expert_mesh: DeviceMesh | None = None,
     init: Init | None = None,
     **how: Any,
 ) -> nn.Module:
     """FSDP2 over all ranks: each of `blocks` (default: the members of every ModuleList) and the
     root.
 
-    `mesh`: of `FSDP_DIMS`; None: of one dimension. `replicas`: the ranks that hold the same parts
-    of what is split by tensor parallelism; None: nothing is. `how`: more for `fully_shard`.
+    `mesh`: of `FSDP_DIMS`; None: of one dimension. `expert_mesh`: of `EXPERT_DIMS`, if there are
+    modules that hold experts; those are sharded first. `replicas`: the ranks that hold the same
+    parts of what is split by tensor parallelism; None: nothing is. `how`: more for `fully_shard`.
 
     One block at a time goes to the device, takes rank 0's values and is sharded: the whole model
     never lies on one device. What is on the meta device gets its values there; see `Materials`.
@@ -238,7 +251,8 @@ def shard(
             for block in m
         ]
     materials = Materials(model, device, seed, init)
-    for part in [*blocks, model]:
+    experts = [module for module in model.modules() if holds_experts(module)]
+    for part in dict.fromkeys([*experts, *blocks, model]):
         materials.fill(part)
         to_device(part, device)
         same_everywhere(part)
@@ -246,8 +260,28 @@ def shard(
         if replicas is not None:
             with torch.no_grad():  # what is sharded already has been given out
                 share([p for p in part.parameters() if is_split(p)], replicas)
-        fully_shard(part, mesh=mesh, **how)
+        if part in experts:
+            assert expert_mesh is not None
+            among = expert_mesh[EXPERT_DIMS[:2]]
+            cut = functools.partial(_cut, among.size(1))
+            fully_shard(part, mesh=among, shard_placement_fn=cut, **how)
+        else:
+            fully_shard(part, mesh=mesh, **how)
     return model
+
+
+def _cut(ranks: int, p: Any) -> Any:
+    """How `ranks` share one rank of `ep`'s part of its experts: whole experts, or else columns."""
+    from torch.distributed.tensor import Shard
+
+    own: Sequence[int] = p.to_local().shape
+    for dim in range(min(2, len(own))):
+        if own[dim] % ranks == 0:
+            return Shard(dim)
+    raise BadInput(
+        f"experts: wanted {own[0]} of them on each rank of ep, or their first dimension, in equal "
+        f"parts for {ranks} ranks of dp_shard, found {tuple(p.shape)} in all; use another mesh"
+    )
 
 
 def offloaded_to_host(model: nn.Module) -> list[Any]:

@@ -83,6 +83,7 @@ class OpenStep:
         self._hand = AtHand(micro, samples, filler)
         self._work.training.strategy.micro(last=last, filler=filler)
         self._work.training.norms.take_up(micro, counts=not filler)
+        self._work.training.loads.take_up(micro, counts=not filler)
         seed_everything(seed_for(self._work.feed.seed, self.number, micro))
 
     def backward(
@@ -110,6 +111,7 @@ class OpenStep:
         scaled = loss * amount
         if training.scaler is not None:
             scaled = training.scaler.scale(scaled)
+        training.loads.note()
         (via or torch.Tensor.backward)(scaled)
         training.strategy.micro_done()
         if not hand.filler:

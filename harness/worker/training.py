@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from harness.core.mesh import ModelMesh
 from harness.core.world import BadInput
 from harness.worker import hidden
 from harness.worker.broadcast import same_everywhere, share
@@ -19,10 +20,11 @@ from harness.worker.buffers import Buffers
 from harness.worker.exact import exact_strategy_for
 from harness.worker.frozen import Frozen
 from harness.worker.loader import Stream
+from harness.worker.loads import Loads
 from harness.worker.norms import Norms, has_sync_norm
 from harness.worker.parallel import Strategy, check_fits, strategy_for
 from harness.worker.peers import Peers
-from harness.worker.sharding import check_real, is_sharded, to_device
+from harness.worker.sharding import check_real, holds_experts, is_sharded, to_device
 from harness.worker.zero import as_stepped
 from storage import dcp
 from storage.manifest import Manifest
@@ -62,6 +64,7 @@ class Training:
 
     strategy: Strategy
     norms: Norms
+    loads: Loads
 
     def __init__(self, peers: Peers, reduce: str):
         self._peers, self.reduce = peers, reduce
@@ -118,13 +121,16 @@ class Training:
             *after_update,
             *(name for name, thing in state.items() if isinstance(thing, AveragedModel)),
         }
-        self.norms = Norms(model, self._peers)
+        self.norms, self.loads = Norms(model, self._peers), Loads(model, self._peers)
         self.buffers, self.frozen = Buffers(model), Frozen(model, optimizers)
         self.buffers.note()
         self._check_norms()
 
     def _choose(self, asked: Strategy | None) -> Strategy:
         assert self.model is not None
+        mesh = self._peers.model_mesh
+        if asked is None and mesh is not None and mesh.ep > 1:
+            self._check_experts(mesh)
         chosen: Strategy
         if asked is not None:
             chosen = asked
@@ -138,7 +144,6 @@ class Training:
                 self._named(),
                 self._peers.model_devices,
             )
-        mesh = self._peers.model_mesh
         if (
             asked is None
             and mesh is not None
@@ -151,6 +156,20 @@ class Training:
             )
         check_fits(chosen, self.reduce, self._peers.replica_ranks)
         return chosen
+
+    def _check_experts(self, mesh: ModelMesh) -> None:
+        assert self.model is not None
+        if not any(holds_experts(module) for module in self.model.modules()):
+            raise BadInput(
+                f"mesh {mesh}: wanted a model whose experts lie over ep, found none; call "
+                "harness.expert_parallel(model, run, experts) before harness.fsdp2, or leave ep out"
+            )
+        if self.reduce != "fast":
+            raise BadInput(
+                f"reduce={self.reduce!r} with the mesh {mesh}: an expert's gradient is one sum "
+                "over the rows of several replicas' micro-batches, so it depends on the world; "
+                "use reduce='fast', or a mesh without ep"
+            )
 
     def _named(self) -> dist.ProcessGroup | None:
         """The ranks that sum, by name where the default group is hidden (`hidden.py`)."""
