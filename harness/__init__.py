@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from harness.views.plugins import RunInfo
     from harness.watch.watched import Watched, watched
     from harness.worker.fsdp import fsdp2
+    from harness.worker.pipeline import pipeline
     from harness.worker.session import Session, Step, attach
 
 __version__ = "0.1.0"
@@ -74,6 +75,7 @@ __all__ = [
     "World",
     "attach",
     "fsdp2",
+    "pipeline",
     "policies",
     "recover",
     "watched",
@@ -92,6 +94,7 @@ _HOMES = {  # of what does not live in harness.core.world
     "Watched": "harness.watch.watched",
     "attach": "harness.worker.session",
     "fsdp2": "harness.worker.fsdp",
+    "pipeline": "harness.worker.pipeline",
     "recover": "harness.controller.recovery",
     "watched": "harness.watch.watched",
 }

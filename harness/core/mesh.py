@@ -19,7 +19,7 @@ from harness.core.batch import Grouping
 from harness.core.world import BadInput
 
 DP_REPLICATE = "dp_replicate"
-KNOWN = {"cp": "context parallelism", "pp": "pipelines", "ep": "expert parallelism"}  # to others
+KNOWN = {"cp": "context parallelism", "ep": "expert parallelism"}  # to others
 MOST = 1 << 16  # ranks of a copy
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from harness.core.world import BadInput
 from harness.worker.counting import Counting
 from harness.worker.parallel import Sharded
-from harness.worker.rounding import NAMES, exact_norm
+from harness.worker.rounding import NAMES
 from harness.worker.sharding import fsdp_groups, needs
 
 if TYPE_CHECKING:
@@ -48,14 +49,24 @@ class ExactSharded(Sharded):
 
     may_repeat = True
 
-    def __init__(self, model: nn.Module, word: int = 64, device_mesh: DeviceMesh | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        word: int = 64,
+        device_mesh: DeviceMesh | None = None,
+        names: Sequence[str] = (),
+    ):
+        """`device_mesh`: of all ranks; `names`: of the parameters that train of the whole model,
+        where this is a stage of it. Raises BadInput."""
         super().__init__(model, device_mesh)
         self.sums = NAMES[word]
         self.counting = Counting(
-            self.parameters, {id(p): name for name, p in model.named_parameters()}, word
+            self.parameters, {id(p): name for name, p in model.named_parameters()}, word, names
         )
         self._last = self._filler = False
-        if self.replica_ranks > 1:
+        stages = 1 if device_mesh is None else device_mesh["pp"].size()
+        self._stages = None if stages == 1 else device_mesh.get_group("pp")  # type: ignore[union-attr]
+        if self.replica_ranks > stages:
             raise BadInput(
                 f"reduce={self.sums!r} sums over dp_shard and dp_replicate; found replicas of "
                 f"{self.replica_ranks} ranks: use reduce='fast', or a mesh without tp"
@@ -228,17 +239,8 @@ class ExactSharded(Sharded):
 
     def norm(self) -> torch.Tensor:
         parts = [g.view(-1) for g in self._local()]
-        numel = sum(p.numel() for p in self.parameters)
-        copy = self._groups[0].process_group  # the ranks that hold one together
-        if self.counting.world == 1:
-            return exact_norm(parts, numel, self.counting.device)
-        return exact_norm(
-            parts,
-            numel,
-            self.counting.device,
-            lambda t: dist.all_reduce(t, op=dist.ReduceOp.MAX, group=copy),
-            lambda t: dist.all_reduce(t, group=copy),
-        )
+        copy = self._groups[0].process_group  # the ranks that hold one (stage of it) together
+        return self.counting.norm(parts, copy if self.counting.world > 1 else None, self._stages)
 
     def _clear(self) -> None:
         for group in self._groups:

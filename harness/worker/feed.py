@@ -23,6 +23,7 @@ from harness.worker.loader import (
     same_when_read_again,
 )
 from harness.worker.peers import Peers
+from harness.worker.pipeline import Pipeline
 
 Collate = Callable[[list[Any]], Any]
 
@@ -144,10 +145,17 @@ class Feed:
         )
 
 
-def _model_fingerprint(model: nn.Module) -> str:
-    shapes = sorted(
+def shapes_of(model: nn.Module) -> list[tuple[str, list[int], str]]:
+    """Name, shape and dtype of each tensor that the model saves."""
+    if isinstance(model, Pipeline):
+        return model.shapes
+    return [
         (name, list(t.shape), str(t.dtype))
         for name, t in model.state_dict().items()
         if isinstance(t, Tensor)
-    )
+    ]
+
+
+def _model_fingerprint(model: nn.Module) -> str:
+    shapes = sorted(shapes_of(model))
     return xxhash.xxh3_128(json.dumps(shapes).encode()).hexdigest()

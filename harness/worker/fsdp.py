@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
+from harness.worker.pipeline import Pipeline
 from harness.worker.sharding import FSDP_DIMS, shard
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ def fsdp2(model: nn.Module, run: Session, blocks: list[nn.Module] | None = None)
     replaces the parameters.
 
     `blocks` (default: the members of every ModuleList) are sharded one after the other, so no
-    device ever holds the whole model. A model on the meta device (`with torch.device("meta")`) gets
+    device ever holds the whole model. Of a `harness.pipeline` each stage is sharded over the ranks
+    that have it. A model on the meta device (`with torch.device("meta")`) gets
     its values by each module's `reset_parameters()`, from `attach`'s seed and the module's name:
     the same on any number of ranks. Raises BadInput for a module there that has none.
     """
@@ -28,8 +30,10 @@ def fsdp2(model: nn.Module, run: Session, blocks: list[nn.Module] | None = None)
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     peers = run._peers
-    if peers.model_mesh is None:
-        shard(model, run.device, blocks, run.seed)
-    else:
-        shard(model, run.device, blocks, run.seed, run.mesh[FSDP_DIMS], peers.across)
+    for part in model.parts if isinstance(model, Pipeline) else [model]:
+        if peers.model_mesh is None:
+            shard(part, run.device, blocks, run.seed)
+        else:
+            mesh = run.mesh[FSDP_DIMS]
+            shard(part, run.device, blocks, run.seed, mesh, peers.across, peers.same_stage)
     return model

@@ -198,12 +198,14 @@ def shard(
     seed: int = 0,
     mesh: DeviceMesh | None = None,
     replicas: dist.ProcessGroup | None = None,
+    stage: dist.ProcessGroup | None = None,
 ) -> nn.Module:
     """FSDP2 over all ranks: each of `blocks` (default: the members of every ModuleList) and the
     root.
 
     `mesh`: of `FSDP_DIMS`; None: of one dimension. `replicas`: the ranks that hold the same parts
-    of what is split by tensor parallelism; None: nothing is.
+    of what is split by tensor parallelism; None: nothing is. `stage`: the ranks that hold the same
+    stage of a pipeline; None: all.
 
     One block at a time goes to the device, takes rank 0's values and is sharded: the whole model
     never lies on one device. What is on the meta device gets its values there, whole, before it is
@@ -226,7 +228,7 @@ def shard(
     for part in [*blocks, model]:
         materialize(part, device, seed, names, made)
         part.to(device)
-        same_everywhere(part)
+        same_everywhere(part, stage, shards=False)
         if replicas is not None:
             with torch.no_grad():  # what is sharded already has been given out
                 share([p for p in part.parameters() if is_split(p)], replicas)

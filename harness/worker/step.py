@@ -32,11 +32,14 @@ from harness.worker.votes import Votes
 
 class Sums:
     """What this rank adds to the numbers of a step. `leads`: it is the first rank of its replica,
-    and adds what the replica has done; what the others were given is only compared with it."""
+    and adds what the replica has done; what the others were given is only compared with it.
+    `tells`: losses are added by this one; None: if it leads."""
 
-    def __init__(self, batching: Batching, device: torch.device, leads: bool):
+    def __init__(
+        self, batching: Batching, device: torch.device, leads: bool, tells: bool | None = None
+    ):
         self.samples, self._hash_sum, self._contents_sum = 0, 0, 0
-        self._leads = leads
+        self._leads, self._tells = leads, leads if tells is None else tells
         self._foreign: list[tuple[Any, Any]] = []  # positions, what was read there; not yet summed
         # One place per micro-batch of the step, filled by who does it: their sum over ranks, in
         # this order, is the same on any world.
@@ -72,7 +75,7 @@ class Sums:
     ) -> None:
         """A micro-batch was done. `loss`: mean over it; `amount`: how much that stands for.
         `more`: it is another loss of the same one; `parts`: of another part of it, not of all."""
-        if self._leads:
+        if self._tells:
             value = loss.detach().double() * amount
             self.losses[micro] = self.losses[micro] + value if more else value
             if not more:
