@@ -48,7 +48,7 @@ def test_replicas_are_the_ranks_that_differ_in_nothing_but_dp(mesh):
         ("dp_shard=65536,tp=2", "at most 65536 ranks"),
         ("tp=2,tp=2", "each name once"),
         ("dp_replicate=2", "copies come and go with the nodes"),
-        ("pp=2", "found pp (pipelines), which is not there yet"),
+        ("ep=2", "found ep (expert parallelism), which is not there yet"),
         ("fsdp=2", "found 'fsdp'"),
     ],
 )

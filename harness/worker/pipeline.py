@@ -154,27 +154,41 @@ def pipeline(
     total = ranks * STAGES_OF_A_RANK[schedule] if ranks > 1 else 1
     numbers = stages_of(schedule, ranks, place) if ranks > 1 else [0]
     names = [name for name, _ in model.named_parameters()]
-    units = {name: m for name, m in _units(model) if name not in everywhere}
-    _check(model, units, everywhere)
-    order = list(units)
-    firsts = _firsts(units, cuts, total)
-    stage_of = {
-        name: sum(first <= i for first in firsts) - 1 for i, name in enumerate(order)
-    }
-    _check_untied(units, stage_of)
-    parts = []
-    for number in numbers:
-        others = {name for name in order if stage_of[name] != number}
-        parts.append(_without(model, others, in_place=len(numbers) == 1))
+    parts, units = cut(model, numbers, total, cuts, everywhere)
     pipe = Pipeline(parts, numbers, total, schedule, loss, names)
-    mine = {i: units[name] for i, name in enumerate(order) if stage_of[name] in numbers}
-    pipe.draw_alike(mine)
+    pipe.draw_alike(units)
     if mesh is None or mesh.copy_ranks == mesh.pp:  # nobody shards it
         made: dict[int, Any] = {}
         for part in parts:
             where = {id(m): name for name, m in part.named_modules()}
             materialize(part, run.device, run.seed, where, made)
     return pipe
+
+
+def cut(
+    model: nn.Module,
+    numbers: Sequence[int],
+    total: int,
+    cuts: Sequence[str] | None = None,
+    everywhere: Collection[str] = (),
+) -> tuple[list[nn.Module], dict[int, nn.Module]]:
+    """Stages `numbers` of `total`, and what they consist of, by its number in the whole model. See
+    `pipeline`; raises BadInput."""
+    units = {name: m for name, m in _units(model) if name not in everywhere}
+    _check(model, units, everywhere)
+    firsts = _firsts(units, cuts, total)
+    stage_of = {name: sum(first <= i for first in firsts) - 1 for i, name in enumerate(units)}
+    _check_untied(units, stage_of)
+    parts = [
+        _without(
+            model,
+            {name for name, stage in stage_of.items() if stage != number},
+            in_place=len(numbers) == 1,
+        )
+        for number in numbers
+    ]
+    mine = {i: units[name] for i, (name, at) in enumerate(stage_of.items()) if at in numbers}
+    return parts, mine
 
 
 def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
