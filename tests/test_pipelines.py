@@ -12,6 +12,7 @@ from worlds import history, newest, same_training, train
 
 from harness.core.batch import Batching, expected_digest
 from harness.core.facts import EpochLeft, EpochStarted
+from harness.core.mesh import parse
 from harness.views.audit import audit
 from storage.opening import open_store
 
@@ -61,7 +62,7 @@ def test_a_pipeline_trains_as_a_whole_model(whole, tmp_path, mesh, world, replic
     _, mine, told = said(out, world)
     assert mine == pytest.approx(sums, rel=1e-3)
     held = [one["held"] for one in told]
-    assert max(held) < 0.6 * sum(held) / (world // dict_of(mesh))
+    assert max(held) < 0.6 * sum(held) / (world // copy_ranks(mesh))
     records = history(run)
     assert {(r.world, len(r.shares)) for r in records} == {(world, replicas)}
     batching = Batching(500, 24, 4, seed=1)
@@ -69,12 +70,8 @@ def test_a_pipeline_trains_as_a_whole_model(whole, tmp_path, mesh, world, replic
     assert audit(open_store(str(run))).ok
 
 
-def dict_of(mesh):
-    """Ranks of a copy."""
-    count = 1
-    for word in mesh.split(","):
-        count *= int(word.partition("=")[2])
-    return count
+def copy_ranks(mesh):
+    return parse(mesh).copy_ranks
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero-bubble", "zero-bubble-v"])
@@ -174,9 +171,9 @@ def test_exact_sums_are_the_same_for_any_number_of_copies_and_any_cut(whole, tmp
 @pytest.mark.parametrize("mesh", ["pp=2", "pp=2,tp=2"])
 def test_copies_come_and_go(whole, nodes, mesh):  # noqa: F811
     """Stages on nodes of their own: one is killed, and its copy goes; a newcomer makes it whole; one
-    is drained, and its copy goes."""
-    ranks = dict_of(mesh) // 2  # of a node
-    flags = ["--total", 12, "--go", nodes.go]
+    is drained, and its copy goes. A step takes 6 s from the fourth on, until all is seen."""
+    ranks = copy_ranks(mesh) // 2  # of a node
+    flags = ["--total", 50, "--go", nodes.go]
     agent = ["--mesh", mesh, "--nproc", ranks]
     both = 4 * ranks
 
@@ -204,7 +201,7 @@ def test_copies_come_and_go(whole, nodes, mesh):  # noqa: F811
     assert sorted(codes) == [-9, 0, 0, 0, 33], nodes.logs()
     assert "drained" in [e.why for e in nodes.facts(EpochLeft)]
     assert {e.world for e in nodes.facts(EpochStarted)} <= {both // 2, both}
-    same_training(nodes.run, whole()[0])
+    same_training(nodes.run, whole("--total", "50")[0])
     assert audit(open_store(nodes.url)).ok
 
 

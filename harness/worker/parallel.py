@@ -79,7 +79,7 @@ class Strategy(Protocol):
         """Make all ranks skip (or not) together when a GradScaler found an overflow."""
 
 
-class Staged:
+class WholeStage:
     """One rank holds a whole stage of a pipeline. `stages`: the ranks that hold the others of its
     replica; None: it is the whole model."""
 
@@ -99,7 +99,7 @@ class Staged:
             _share_found_inf(scaler, optimizer, self.stages)
 
 
-class Single(Staged):
+class Single(WholeStage):
     """One rank holds the whole model, and there is nothing to sum: gradients stay where autograd
     puts them, as in the script alone."""
 
@@ -156,7 +156,7 @@ class Single(Staged):
             p.grad = None
 
 
-class Replicated(Staged):
+class Replicated(WholeStage):
     """Every rank holds the whole model. Gradients are summed in flat buckets, while the last
     backward still runs: the first one of a step is copied into its place there, and autograd adds
     the others to it.

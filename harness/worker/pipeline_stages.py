@@ -31,7 +31,7 @@ from storage.ranks import gathered
 
 if TYPE_CHECKING:
     from harness.worker.peers import Peers
-    from harness.worker.pipeline_step import Share
+    from harness.worker.pipeline_step import StageShare
     from harness.worker.training import Training
 
 TORCHS = {
@@ -41,7 +41,7 @@ TORCHS = {
     ZERO_BUBBLE: "InterleavedZeroBubble",
     ZERO_BUBBLE_V: "ZBVZeroBubble",
 }
-Kind = tuple[tuple[int, ...], torch.dtype]  # of an activation
+Activation = tuple[tuple[int, ...], torch.dtype]  # of an activation
 
 
 class _Forward(nn.Module):
@@ -63,7 +63,7 @@ class _Forward(nn.Module):
         return output
 
 
-class _Stage(PipelineStage):
+class _TorchStage(PipelineStage):
     """Torch's, but gradients are taken up by our strategy. `at`: the first of the micro-batches
     that it counts from 0 on."""
 
@@ -103,7 +103,7 @@ class _Stage(PipelineStage):
 class Stages:
     """`share`: what goes through them now; `first`: the first stage of this rank."""
 
-    share: Share
+    share: StageShare
 
     def __init__(self, pipe: Pipeline, peers: Peers, training: Training):
         self._pipe, self._peers, self._training = pipe, peers, training
@@ -116,12 +116,12 @@ class Stages:
                 "without dp_shard and tp"
             )
         self.first = pipe.numbers[0]
-        self._kinds: list[tuple[Kind, ...]] = []  # what each stage gives; (): not known yet
+        self._kinds: list[tuple[Activation, ...]] = []  # what each stage gives; (): not known yet
         self._inputs: Any = None  # what the first stage was given: shapes and dtypes
-        self._made: dict[tuple[str, int], tuple[Any, list[_Stage]]] = {}
+        self._made: dict[tuple[str, int], tuple[Any, list[_TorchStage]]] = {}
         self._left: dict[int, int] = {}  # by stage: backwards of this step that are still to come
 
-    def run(self, share: Share) -> None:
+    def run(self, share: StageShare) -> None:
         """All micro-batches of a step, forward and backward. Raises BadInput."""
         self.share, count = share, len(share.given)
         self._check_inputs()
@@ -171,11 +171,11 @@ class Stages:
                 )
 
     @torch.no_grad()
-    def _look(self) -> list[tuple[Kind, ...]]:
+    def _look(self) -> list[tuple[Activation, ...]]:
         """What each stage gives, by one forward of each that counts nothing. Collective, over the
         ranks of a replica. Raises BadInput on all of them."""
         buffers = self._training.buffers
-        found: list[tuple[Kind, ...]] = []
+        found: list[tuple[Activation, ...]] = []
         if buffers is not None:
             buffers.note()
         for number in range(self._pipe.total):
@@ -198,12 +198,12 @@ class Stages:
             buffers.note()
         return found
 
-    def _zeros(self, kinds: tuple[Kind, ...]) -> tuple[torch.Tensor, ...]:
+    def _zeros(self, kinds: tuple[Activation, ...]) -> tuple[torch.Tensor, ...]:
         return tuple(
             torch.zeros(shape, dtype=dtype, device=self._peers.device) for shape, dtype in kinds
         )
 
-    def _schedule(self, name: str, size: int) -> tuple[Any, list[_Stage]]:
+    def _schedule(self, name: str, size: int) -> tuple[Any, list[_TorchStage]]:
         if (name, size) not in self._made:
             stages = [
                 self._stage(part, number)
@@ -220,12 +220,12 @@ class Stages:
         self.share.wait()
         return loss
 
-    def _stage(self, part: nn.Module, number: int) -> _Stage:
+    def _stage(self, part: nn.Module, number: int) -> _TorchStage:
         examples = [
             tuple(t.requires_grad_(t.is_floating_point()) for t in self._zeros(kinds))
             for kinds in self._kinds
         ]
-        stage = _Stage(
+        stage = _TorchStage(
             _Forward(part, self, number),
             number,
             self._pipe.total,
@@ -238,7 +238,7 @@ class Stages:
         return stage
 
 
-def _kinds(value: Any) -> tuple[Kind, ...]:
+def _kinds(value: Any) -> tuple[Activation, ...]:
     """Of a tensor or a tuple of them; (): it is something else."""
     several = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not all(isinstance(t, torch.Tensor) and not hasattr(t, "to_local") for t in several):
@@ -246,5 +246,5 @@ def _kinds(value: Any) -> tuple[Kind, ...]:
     return tuple((tuple(t.shape), t.dtype) for t in several)
 
 
-def _shown(kinds: tuple[Kind, ...]) -> str:
+def _shown(kinds: tuple[Activation, ...]) -> str:
     return ", ".join(f"{dtype} {shape}".removeprefix("torch.") for shape, dtype in kinds)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Placeholder:
+class PartOptimizer:
     """An optimizer of the whole model, of which only some parameters are here."""
 
     param_groups: list[dict[str, Any]]
@@ -32,7 +32,10 @@ class Whole:
 
     `trained`: names of the parameters that train, in the model's order. It tells the pipeline
     `shapes`, (name, shape, dtype) of all that the model saves, and `numel`, elements of all
-    parameters."""
+    parameters. `runner`: what puts micro-batches through the stages, once it is made (see
+    `runner_of`)."""
+
+    runner: Any = None
 
     def __init__(
         self,
@@ -121,11 +124,11 @@ class Whole:
             of_parameters = {mine[i]: v for i, v in state["state"].items() if i in mine}
             optimizer.load_state_dict({**state, "state": of_parameters, "param_groups": groups})
 
-    def placeholders(self) -> list[Placeholder]:
+    def placeholders(self) -> list[PartOptimizer]:
         """Of the optimizers; None stands for the parameters of other stages."""
         here = dict(self._pipe.named_parameters(remove_duplicate=False))
         return [
-            Placeholder([{"params": [here.get(name) for name in names]} for names in groups])
+            PartOptimizer([{"params": [here.get(name) for name in names]} for names in groups])
             for groups in self._groups
         ]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Given:
+class GivenMicro:
     """A micro-batch as the loader gave it. `filler`: it counts nothing."""
 
     micro: int
@@ -29,10 +29,10 @@ class Given:
     data: Any
 
 
-class Share:
+class StageShare:
     """This rank's micro-batches of a step. `i` counts them from 0 on."""
 
-    def __init__(self, work: Work, sums: Sums, step: int, given: list[Given]):
+    def __init__(self, work: Work, sums: Sums, step: int, given: list[GivenMicro]):
         self.given = given
         self._work, self._sums, self._step = work, sums, step
         self._pipe: Any = work.training.model
@@ -105,7 +105,7 @@ class Straight:
     def __init__(self, work: Work):
         self._work = work
 
-    def run(self, share: Share) -> None:
+    def run(self, share: StageShare) -> None:
         rates, model = self._work.rates, self._work.training.model
         assert model is not None
         for i, given in enumerate(share.given):
@@ -130,8 +130,10 @@ def runner_of(work: Work) -> Straight | Any:
         )
     if model.total == 1:
         return Straight(work)
-    if work.training.stages is None:
+    whole = work.training.whole
+    assert whole is not None
+    if whole.runner is None:
         from harness.worker.pipeline_stages import Stages  # torch's pipelining takes a second
 
-        work.training.stages = Stages(model, work.peers, work.training)
-    return work.training.stages
+        whole.runner = Stages(model, work.peers, work.training)
+    return whole.runner

@@ -24,7 +24,7 @@ from harness.core.world import BadInput
 from harness.node.progress import WorkerPhase
 from harness.worker.loader import MicroBatch, seed_everything, to_device
 from harness.worker.parallel import Replicated
-from harness.worker.pipeline_step import Given, Share, runner_of
+from harness.worker.pipeline_step import GivenMicro, StageShare, runner_of
 from harness.worker.step import Sums, Work
 from harness.worker.timing import BACKWARD, COMMUNICATION, DATA, FORWARD, HARNESS, OTHER
 
@@ -268,7 +268,7 @@ class Step(OpenStep):
             raise BadInput(f"step {self.number}: wanted step.pipeline() once")
         for rounds in self._attempts():
             given = [self._give(i) for i in range(rounds)]
-            runner.run(Share(w, self._phase, self.number, given))
+            runner.run(StageShare(w, self._phase, self.number, given))
             self._left, self._micros = 0, self._micros + rounds
 
     def _round(self) -> Iterator[Any]:
@@ -318,14 +318,14 @@ class Step(OpenStep):
                 raise AssertionError("a micro-batch of ours came after our last one")
         timer.enter(OTHER)
 
-    def _give(self, i: int) -> Given:
+    def _give(self, i: int) -> GivenMicro:
         """The i-th micro-batch of this rank; a filler is the last one again."""
         self._work.timer.enter(DATA)
         filler, micro = i >= len(self._mine), self._mine[min(i, len(self._mine) - 1)]
         if not filler:
             self._current = self._next(i, micro, self._fresh and not self.attempt)
         assert self._current is not None
-        return Given(micro, len(self._current.samples), filler, self._current.data)
+        return GivenMicro(micro, len(self._current.samples), filler, self._current.data)
 
     def _next(self, i: int, micro: int, fresh: bool) -> MicroBatch:
         """The i-th micro-batch of this rank. `fresh`: nobody has seen it."""

@@ -73,7 +73,6 @@ class Training:
         self.frozen = Frozen(nn.Module(), [])
         self.after_update: set[str] = set()
         self.whole: Whole | None = None  # of which the model is some stages
-        self.stages: Any = None  # what puts micro-batches through them; see `runner_of`
         self.phases = False  # steps give their micro-batches more than once
         self._saved: dict[str, Any] = {}  # name -> object with state_dict
         # names of those whose state is each rank's own
