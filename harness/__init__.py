@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from harness.worker.cross_entropy import chunked_cross_entropy
     from harness.worker.experts import expert_parallel
     from harness.worker.fsdp import fsdp2
+    from harness.worker.pipeline import pipeline
     from harness.worker.pretrained import load_pretrained, model_shape
     from harness.worker.session import Session, Step, attach
     from harness.worker.tensor_parallel import tensor_parallel
@@ -88,6 +89,7 @@ __all__ = [
     "load_pretrained",
     "model_shape",
     "own_randomness",
+    "pipeline",
     "policies",
     "recover",
     "split_context",
@@ -116,6 +118,7 @@ _HOMES = {  # of what does not live in harness.core.world
     "load_pretrained": "harness.worker.pretrained",
     "model_shape": "harness.worker.pretrained",
     "own_randomness": "harness.worker.context",
+    "pipeline": "harness.worker.pipeline",
     "recover": "harness.controller.recovery",
     "split_context": "harness.worker.context",
     "tensor_parallel": "harness.worker.tensor_parallel",

@@ -281,7 +281,7 @@ def files() -> list[Case]:
 def environment() -> list[Case]:
     values = {
         "HARNESS_WORLDS": ("x", "0", "1,,2"), "HARNESS_REPLICA_RANKS": ("0", "x", "-1"),
-        "HARNESS_MESH": ("x", "tp=0", "tp=2,tp=2", "pp=2", "dp_replicate=3"),
+        "HARNESS_MESH": ("x", "tp=0", "tp=2,tp=2", "pp=0", "dp_replicate=3"),
         "HARNESS_REPLICA_CAP_USD": ("nan", "-1", "x"), "HARNESS_TRACKERS": ("nope", "a b"),
         "HARNESS_ALERTS": ("ftp://x", "command:'unclosed"), "HARNESS_REPLICA": ("s3://", "nope://x"),
         "HARNESS_ATTEMPT": ("x", "-1", "1e3"), "HARNESS_SCRIPT_WORLD": ("x", "-1"),

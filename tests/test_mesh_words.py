@@ -54,7 +54,7 @@ def test_replicas_are_the_ranks_that_differ_in_nothing_but_dp(mesh):
         ("dp_shard=6,ep=4", "wanted ep to divide dp_shard"),
         ("ep=2", "wanted ep to divide dp_shard"),
         ("dp_shard=2,tp=2,ep=2", "ep is there beside dp_shard only"),
-        ("pp=2", "found pp (pipelines), which is not there yet"),
+        ("pp=2,cp=2", "pp beside cp"),
         ("fsdp=2", "found 'fsdp'"),
     ],
 )

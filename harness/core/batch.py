@@ -115,10 +115,17 @@ class Grouping:
         copy, within = divmod(rank, self.ranks * self.abreast)
         return copy * self.abreast + within // (self.ranks // self.stages) % self.abreast
 
+    def stage(self, rank: int) -> int:
+        """The stage that `rank` has: 0, 1, ... below `stages`."""
+        return rank % (self.ranks * self.abreast) // (self.ranks // self.stages * self.abreast)
+
+    def leads_stage(self, rank: int) -> bool:
+        """Is it the first of its replica's ranks that have its stage?"""
+        return rank % (self.ranks // self.stages) == 0
+
     def leads(self, rank: int) -> bool:
         """Is it the first of its replica?"""
-        row = self.ranks // self.stages
-        return rank % (self.ranks * self.abreast) in range(0, row * self.abreast, row)
+        return self.leads_stage(rank) and self.stage(rank) == 0
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from harness.core.world import BadInput
 
 DP_REPLICATE = "dp_replicate"
 EXPERT_DIMS = (DP_REPLICATE, "dp_shard_mod_ep", "ep")  # over which experts lie
-KNOWN = {"pp": "pipelines"}  # to others
 MOST = 1 << 16  # ranks of a copy
 
 
@@ -92,8 +91,7 @@ WORDS = tuple(f.name for f in fields(ModelMesh))
 def mesh_of(sizes: Mapping[str, int]) -> ModelMesh:
     """From sizes by name; those that are not named are 1. `dp_replicate` may be -1: as many as
     there are ranks for, which it always is. Raises BadInput."""
-    there = [name for name in WORDS if name not in KNOWN]
-    wanted = f"wanted sizes of {' and '.join(there)}, such as dp_shard=8,tp=2"
+    wanted = f"wanted sizes of {', '.join(WORDS)}, such as dp_shard=8,tp=2"
     for name, size in sizes.items():
         if name == DP_REPLICATE and size == -1:
             continue
@@ -102,12 +100,12 @@ def mesh_of(sizes: Mapping[str, int]) -> ModelMesh:
                 f"mesh: {wanted}; found {name}={size}, but copies come and go with the nodes: "
                 "leave it out, or say -1; `--worlds` limits the numbers of ranks that train"
             )
-        if name in KNOWN:
-            raise BadInput(f"mesh: {wanted}; found {name} ({KNOWN[name]}), which is not there yet")
         if name not in WORDS:
             raise BadInput(f"mesh: {wanted}; found {name!r}")
         if type(size) is not int or not 1 <= size <= MOST:
             raise BadInput(f"mesh: {wanted}; found {name}={size!r}: it is from 1 to {MOST}")
+    if sizes.get("pp", 1) != 1 and sizes.get("cp", 1) != 1:
+        raise BadInput("mesh: found pp beside cp, which was never tried; leave one of them out")
     found = ModelMesh(**{name: size for name, size in sizes.items() if name in WORDS})
     if found.dp_shard % found.ep:
         raise BadInput(f"mesh {found}: wanted ep to divide dp_shard, over whose ranks experts lie")

@@ -14,6 +14,7 @@ def same_everywhere(
     model: nn.Module,
     across: dist.ProcessGroup | None = None,
     copies: dist.ProcessGroup | None = None,
+    shards: bool = True,
 ) -> None:
     """Give every replica the parameters and buffers of the first (a model built with other
     randomness would train apart).
@@ -21,7 +22,7 @@ def same_everywhere(
     `across`: the ranks at the same place of all replicas; then DTensors, whose shards lie within a
     replica, are given too. None: every rank is a replica, and DTensors are of all. `copies`: the
     ranks at the same place of all copies, where a copy is shared by several replicas: then DTensors
-    are given to these.
+    are given to these. `shards`: False for what is whole only.
     """
     if not dist.is_initialized() or dist.get_world_size(across) == 1:
         return
@@ -30,7 +31,7 @@ def same_everywhere(
     with torch.no_grad():
         for tensor in tensors:
             if hasattr(tensor, "to_local"):
-                if of_shards is not None and dist.get_world_size(of_shards) > 1:
+                if shards and of_shards is not None and dist.get_world_size(of_shards) > 1:
                     _broadcast(tensor.to_local(), of_shards)
             elif 0 not in tensor.stride():
                 _broadcast(tensor.detach(), across)

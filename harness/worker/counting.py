@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from harness.worker.rounding import (
     add_rounded,
     add_rounded_together,
     divide_into,
+    exact_norm,
 )
 
 MAX_REPEATS = 4  # one is enough when backward is deterministic
@@ -30,9 +31,18 @@ MAX_REPEATS = 4  # one is enough when backward is deterministic
 
 class Counting:
     """What this rank's micro-batches of a step added up to, and whether everything fitted.
-    Shared by both exact strategies."""
+    Shared by both exact strategies. Every rank knows the units of the whole model, of which it may
+    have a stage only."""
 
-    def __init__(self, parameters: list[nn.Parameter], names: dict[int, str], word: int):
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        names: dict[int, str],
+        word: int,
+        whole: Sequence[str] = (),
+    ):
+        """`names`: by id of the parameter; `whole`: of all that train in the model, in its order;
+        (): `parameters` are all."""
         for p in parameters:
             if not p.is_floating_point():
                 raise BadInput(
@@ -41,15 +51,19 @@ class Counting:
                 )
         self.parameters, self.word = parameters, word
         self.device = parameters[0].device
-        self.scales = Scales(len(parameters), word)
+        # where in the whole model each parameter is
+        order = {name: i for i, name in enumerate(whole)}
+        self._at = [order.get(names.get(id(p), ""), i) for i, p in enumerate(parameters)]
+        self.scales = Scales(len(whole) or len(parameters), word)
         self.scratch = Scratch()
         self._names = names
         self._peaks = torch.zeros(len(parameters), dtype=torch.float64, device=self.device)
         self._found: list[float] = []  # the peaks over all ranks, once they are agreed
         self._seen: set[int] = set()  # in this micro-batch
-        # parameters whose gradients come in several parts for one micro-batch: of all ranks, and
-        # those that were found in this step
+        # parameters whose gradients come in several parts for one micro-batch: of all ranks (here;
+        # in the whole model), and those that were found in this step
         self.in_parts: set[int] = set()
+        self._all_in_parts: set[int] = set()
         self._new_parts: set[int] = set()
         self._repeats = 0
         self.verdict: RoundingVerdict | None = None  # None: micro-batches are still to come
@@ -119,7 +133,7 @@ class Counting:
         flat = [(g.to_dense() if g.is_sparse else g).reshape(-1) for g in grads]
         widest = torch.float64 if any(g.dtype is torch.float64 for g in flat) else torch.float32
         flat = [g if g.dtype is widest else g.to(widest) for g in flat]
-        shifts = [self.scales.shift(i) for i in members]
+        shifts = [self.scales.shift(self._at[i]) for i in members]
         if self.device.type == "cpu":
             mine = self._peaks.numpy()
             for i, peak in zip(
@@ -142,16 +156,20 @@ class Counting:
 
     def agree(self) -> bool:
         """After the last micro-batch: True if all must be done again. All ranks say the same."""
-        bits = torch.nan_to_num(self._peaks, nan=math.inf, posinf=math.inf).view(torch.int64)
+        peaks = torch.zeros(
+            len(self.scales.exponents), dtype=torch.float64, device=self.device
+        )
+        peaks[self._at] = torch.nan_to_num(self._peaks, nan=math.inf, posinf=math.inf)
+        bits = peaks.view(torch.int64)
         parts = torch.zeros_like(bits)
-        parts[sorted(self._new_parts)] = 1
+        parts[[self._at[i] for i in sorted(self._new_parts)]] = 1
         both = torch.cat([bits, parts])
         if self.world > 1:
             dist.all_reduce(both, op=dist.ReduceOp.MAX)
         bits, parts = both[: len(bits)], both[len(bits) :]
         self._found = bits.view(torch.float64).tolist()
         if bool(parts.any()):
-            self.in_parts |= set(parts.nonzero().view(-1).tolist())
+            self._come_in_parts(parts.nonzero().view(-1).tolist())
             self.verdict = RoundingVerdict.AGAIN  # of half a gradient no unit is made
         else:
             self.verdict = self.scales.judge(self._found)
@@ -166,6 +184,35 @@ class Counting:
                 "deterministic kernels (torch.use_deterministic_algorithms)"
             )
         return True
+
+    def _come_in_parts(self, places: Iterable[int]) -> None:
+        """Parameters of the whole model."""
+        self._all_in_parts |= set(places)
+        self.in_parts = {i for i, at in enumerate(self._at) if at in self._all_in_parts}
+
+    def norm(
+        self,
+        parts: Iterable[torch.Tensor],
+        shards: Sequence[dist.ProcessGroup] = (),
+        stages: dist.ProcessGroup | None = None,
+    ) -> torch.Tensor:
+        """Of gradients, real numbers of (n,) each. `shards`: groups of ranks that share
+        parameters; `stages`: ranks that have other ones."""
+        numel = torch.tensor(sum(p.numel() for p in self.parameters), device=self.device)
+        if stages is not None:
+            dist.all_reduce(numel, group=stages)
+        there = [*shards, *([] if stages is None else [stages])]
+
+        def over(op: dist.ReduceOp.RedOpType) -> Callable[[torch.Tensor], None]:
+            def all_reduce(t: torch.Tensor) -> None:
+                for group in there:
+                    dist.all_reduce(t, op=op, group=group)
+
+            return all_reduce
+
+        return exact_norm(
+            parts, int(numel), self.device, over(dist.ReduceOp.MAX), over(dist.ReduceOp.SUM)
+        )
 
     def must_not_repeat(self, again: Callable[[], bool]) -> None:
         """Before sums are taken; `again` is asked if nobody has asked it yet. Raises BadInput."""
@@ -182,7 +229,7 @@ class Counting:
         if self.verdict is RoundingVerdict.BAD:
             out.fill_(math.nan)
         else:
-            divide_into(out, total, weight, self.scales.shift(i), self.scratch)
+            divide_into(out, total, weight, self.scales.shift(self._at[i]), self.scratch)
 
     def applied(self) -> None:
         """The gradients of this step have been made."""
@@ -190,7 +237,7 @@ class Counting:
             self.scales.advance(self._found)
 
     def state_dict(self) -> dict[str, Any]:
-        parts = {"in_parts": sorted(self.in_parts)} if self.in_parts else {}
+        parts = {"in_parts": sorted(self._all_in_parts)} if self._all_in_parts else {}
         return {"word": self.word, "exponents": list(self.scales.exponents), **parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -201,4 +248,5 @@ class Counting:
                 f"{len(self.scales.exponents)}; resume with the same model and the same reduce="
             )
         self.scales.exponents = list(state["exponents"])
-        self.in_parts = set(state.get("in_parts", ()))
+        self._all_in_parts = set()
+        self._come_in_parts(state.get("in_parts", ()))

@@ -53,8 +53,8 @@ from torch import nn
 from harness.core.world import BadInput
 from harness.worker.counting import Counting
 from harness.worker.exact_sharded import ExactSharded
-from harness.worker.parallel import BUCKET_BYTES, Replicated
-from harness.worker.rounding import NAMES, WORDS, exact_norm
+from harness.worker.parallel import BUCKET_BYTES, Replicated, staged_on
+from harness.worker.rounding import NAMES, WORDS
 from harness.worker.sharding import is_sharded
 from storage.names import plain_name
 
@@ -89,10 +89,13 @@ class ExactReplicated(Replicated):
         word: int = 64,
         bucket_bytes: int = BUCKET_BYTES,
         group: dist.ProcessGroup | None = None,
+        names: Sequence[str] = (),
     ):
+        """`names`: of the parameters that train of the whole model, where this is a stage of
+        it."""
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.counting = Counting(
-            parameters, {id(p): plain_name(n) for n, p in model.named_parameters()}, word
+            parameters, {id(p): plain_name(n) for n, p in model.named_parameters()}, word, names
         )
         self._index = {p: i for i, p in enumerate(parameters)}
         super().__init__(parameters, bucket_bytes, group)
@@ -221,9 +224,7 @@ class ExactReplicated(Replicated):
         self.counting.applied()
 
     def norm(self) -> torch.Tensor:
-        return exact_norm(
-            self._flats, sum(p.numel() for p in self.parameters), self.counting.device
-        )
+        return self.counting.norm(self._flats, stages=self.stages)
 
     def _clear(self) -> None:
         if self._sums and self._sums[0].dtype is not self.counting.integers:
@@ -253,13 +254,17 @@ def exact_strategy_for(
     optimizers: Sequence[torch.optim.Optimizer] = (),
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
+    names: Sequence[str] = (),
 ) -> ExactReplicated | ExactSharded:
     """`reduce`: "exact" (64 bits) or "exact32". `group`: the ranks that sum; None: all. `mesh`: of
-    all ranks, if the run has one. Raises BadInput for what cannot be made exact."""
+    all ranks, if the run has one. `names`: of the parameters that train of the whole model, if this
+    is a stage of it. Raises BadInput for what cannot be made exact."""
     if not is_sharded(model):
-        return ExactReplicated(model, WORDS[reduce], group=group)
+        replicated = ExactReplicated(model, WORDS[reduce], group=group, names=names)
+        staged_on(replicated, mesh)
+        return replicated
     check_elementwise(optimizers, "fsdp2")
-    return ExactSharded(model, WORDS[reduce], mesh)
+    return ExactSharded(model, WORDS[reduce], mesh, names)
 
 
 def check_elementwise(optimizers: Sequence[torch.optim.Optimizer], what: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from harness.core.world import BadInput
 from harness.worker.counting import Counting
 from harness.worker.parallel import Sharded
-from harness.worker.rounding import NAMES, exact_norm
+from harness.worker.rounding import NAMES
 from harness.worker.sharding import fsdp_groups, needs, offloaded_to_host
 from storage.names import plain_name
 
@@ -51,13 +51,32 @@ class ExactSharded(Sharded):
 
     may_repeat = True
 
-    def __init__(self, model: nn.Module, word: int = 64, device_mesh: DeviceMesh | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        word: int = 64,
+        device_mesh: DeviceMesh | None = None,
+        names: Sequence[str] = (),
+    ):
+        """`device_mesh`: of all ranks; `names`: of the parameters that train of the whole model,
+        where this is a stage of it. Raises BadInput."""
         super().__init__(model, device_mesh)
         self.sums = NAMES[word]
         self.counting = Counting(
-            self.parameters, {id(p): plain_name(n) for n, p in model.named_parameters()}, word
+            self.parameters,
+            {id(p): plain_name(n) for n, p in model.named_parameters()},
+            word,
+            names,
         )
         self._last = self._filler = False
+        stages = 1 if device_mesh is None else device_mesh["pp"].size()
+        self._stages = None if stages == 1 else device_mesh.get_group("pp")  # type: ignore[union-attr]
+        if self.replica_ranks > stages > 1:
+            raise BadInput(
+                f"reduce={self.sums!r} sums within stages of a pipeline over dp_shard and "
+                f"dp_replicate; found replicas of {self.replica_ranks} ranks for {stages} stages: "
+                "use reduce='fast', or a mesh without tp"
+            )
         if offloaded_to_host(model):
             raise BadInput(
                 f"reduce={self.sums!r} sums on the device, found a model that FSDP2 keeps in the "
@@ -242,17 +261,12 @@ class ExactSharded(Sharded):
     def norm(self) -> torch.Tensor:
         grads: list[Any] = [p.grad for p in self.parameters if self._is_counted(p)]
         parts = [grad.to_local().view(-1) for grad in grads]
-        numel = sum(p.numel() for p in self.parameters)
-        groups = [self._groups[0].process_group]  # the ranks that hold a copy together
+        alone = self.counting.world == 1
+        # the ranks that hold a copy (of a stage) together
+        copy = [] if alone else [self._groups[0].process_group]
         if self._split is not None:
-            groups.append(self._split.get_group())
-
-        def over_copy(t: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-            for group in groups if self.counting.world > 1 else ():
-                dist.all_reduce(t, op=op, group=group)
-
-        greatest = functools.partial(over_copy, op=dist.ReduceOp.MAX)
-        return exact_norm(parts, numel, self.counting.device, greatest, over_copy)
+            copy.append(self._split.get_group())
+        return self.counting.norm(parts, copy, self._stages)
 
     def _is_counted(self, p: Any) -> bool:
         """Of what every rank of `tp` has, the first one's."""

@@ -23,6 +23,7 @@ from harness.worker.loader import (
     same_when_read_again,
 )
 from harness.worker.peers import Peers
+from harness.worker.pipeline import Pipeline
 from storage.names import plain_name
 
 Collate = Callable[[list[Any]], Any]
@@ -149,10 +150,17 @@ class Feed:
         )
 
 
-def _model_fingerprint(model: nn.Module, by_wrappers: bool = False) -> str:
-    shapes = sorted(
+def shapes_of(model: nn.Module, by_wrappers: bool = False) -> list[tuple[str, list[int], str]]:
+    """Name, shape and dtype of each tensor that the model saves."""
+    if isinstance(model, Pipeline):
+        return model.shapes
+    return [
         (name if by_wrappers else plain_name(name), list(t.shape), str(t.dtype))
         for name, t in model.state_dict().items()
         if isinstance(t, Tensor)
-    )
+    ]
+
+
+def _model_fingerprint(model: nn.Module, by_wrappers: bool = False) -> str:
+    shapes = sorted(shapes_of(model, by_wrappers))
     return xxhash.xxh3_128(json.dumps(shapes).encode()).hexdigest()

@@ -9,7 +9,8 @@ from torch import nn
 
 from harness.core.world import BadInput
 from harness.worker.materialize import Init
-from harness.worker.sharding import FSDP_DIMS, fsdp_mesh, is_sharded, shard
+from harness.worker.pipeline import Pipeline
+from harness.worker.sharding import FSDP_DIMS, ShardGroups, fsdp_mesh, is_sharded, shard
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -35,11 +36,12 @@ def fsdp2(
     is made: it replaces the parameters.
 
     `blocks` (default: the members of every ModuleList) are sharded one after the other, so no
-    device ever holds the whole model, but the largest of them, or what lies in none (the root). A
-    model on the meta device (`with torch.device("meta")`) gets its values from
-    `init(name, tensor)`, called for each parameter and buffer there with the whole of it, to be set
-    in place; without `init` by each module's `reset_parameters()`. They are drawn from `attach`'s
-    seed and the name of the parameter or module: the same on any mesh, and on one rank.
+    device ever holds the whole model, but the largest of them, or what lies in none (the root). Of
+    a `harness.pipeline` each stage is sharded over the ranks that have it. A model on the meta
+    device (`with torch.device("meta")`) gets its values from `init(name, tensor)`, called for each
+    parameter and buffer there with the whole of it, to be set in place; without `init` by each
+    module's `reset_parameters()`. They are drawn from `attach`'s seed and the name of the parameter
+    or module: the same on any mesh, and on one rank.
 
     `mp_policy`: torch's. Parameters keep their own type for optimizer and snapshots, and are
     computed with in `param_dtype`. Exact sums take gradients as they were computed and round once,
@@ -60,15 +62,18 @@ def fsdp2(
     how: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     if offload:
         how["offload_policy"] = CPUOffloadPolicy(pin_memory=run.device.type == "cuda")
-    if peers.model_mesh is None:
-        return shard(model, run.device, blocks, run.seed, init=init, **how)
-    if peers.model_mesh.tp > 1:
+    if peers.model_mesh is not None and peers.model_mesh.tp > 1:
         _check_split(model, peers.model_mesh, reshard_after_forward)
-    alike = peers.across
-    if peers.parts > 1:
-        alike = run.mesh[(*FSDP_DIMS, "cp")]._flatten("alike").get_group()
-    mesh, experts = fsdp_mesh(run.mesh), peers.expert_mesh
-    return shard(model, run.device, blocks, run.seed, mesh, alike, experts, init, **how)
+    for part in model.parts if isinstance(model, Pipeline) else [model]:
+        if peers.model_mesh is None:
+            shard(part, run.device, blocks, run.seed, init=init, **how)
+            continue
+        alike = peers.across
+        if peers.parts > 1:
+            alike = run.mesh[(*FSDP_DIMS, "cp")]._flatten("alike").get_group()
+        groups = ShardGroups(fsdp_mesh(run.mesh), alike, peers.same_stage, peers.expert_mesh)
+        shard(part, run.device, blocks, run.seed, groups, init, **how)
+    return model
 
 
 def _check_split(

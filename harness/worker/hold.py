@@ -80,7 +80,7 @@ class Hold:
             said = (mine.total(), mine.shards_total(), environment(self._peers.device))
             totals, shards, kinds = zip(*self._peers.gather(said), strict=True)
             apart = any(len(set(shards[place::size])) > 1 for place in range(size))
-            if len(set(totals)) > 1 or apart:
+            if apart or any(len(set(one.values())) > 1 for one in self._peers.by_stage(totals)):
                 self.refuse_differences(mine, alike=all(kind == kinds[0] for kind in kinds))
         self.saver.plan(tensors, still)
 
@@ -88,7 +88,9 @@ class Hold:
         """All ranks come here. `alike`: they are of one kind; else their arithmetic may differ,
         and so may what it made. Raises BadInput."""
         leaves, shards = zip(*self._peers.gather((mine.leaves(), mine.shards)), strict=True)
-        found, size = replicas.differing(leaves), self._peers.copy_ranks
+        found, size = [], self._peers.copy_ranks
+        for stage in self._peers.by_stage(leaves):
+            found += replicas.differing(list(stage.values()), list(stage))
         for place in range(size):
             ranks = range(place, self._peers.world, size)
             found += replicas.differing(shards[place::size], ranks)

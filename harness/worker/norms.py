@@ -74,9 +74,12 @@ class Norms:
             layer.register_forward_pre_hook(self._begin)
             layer.register_forward_hook(self._end, always_call=True)
 
-    def take_up(self, micro: int, counts: bool) -> None:
-        """The next forwards are of this micro-batch. `counts`: it is no filler."""
+    def take_up(self, micro: int, counts: bool, more: bool = False) -> None:
+        """The next forwards are of this micro-batch. `counts`: it is no filler. `more`: as well as
+        those that were (a later stage)."""
         self._micro, self._counts = micro, counts
+        if more:
+            return
         self._calls[micro] = []
         if counts:
             self._found[micro] = []
@@ -133,12 +136,11 @@ class Norms:
         columns = [2 * self._layers[number].num_features for number in calls]
         device = self._layers[0].running_mean.device
         table = torch.zeros(micro_batches, sum(columns), dtype=torch.float64, device=device)
-        if self._peers.leads_replica:
-            for micro, found in self._found.items():
-                if found:
-                    table[micro] = torch.cat(found)
+        for micro, found in self._found.items():
+            if found:
+                table[micro] = torch.cat(found)
         if self._peers.control is not None and columns:
-            dist.all_reduce(table)
+            dist.all_reduce(table, group=self._peers.across)
         pieces: dict[int, list[torch.Tensor]] = {}
         column = 0
         for number, width in zip(calls, columns, strict=True):
@@ -161,7 +163,7 @@ class Norms:
             )
         calls = found.pop() if found else ()
         if some_idle:
-            calls = max(self._peers.gather(calls), key=len)
+            calls = max(self._alike(calls), key=len)
         if exact and not calls and any(layer.training for layer in self._layers):
             raise BadInput(
                 "exact sums gather the statistics of each micro-batch from the model's BatchNorm "
@@ -169,13 +171,19 @@ class Norms:
                 "Leave it out, use GroupNorm or LayerNorm, or reduce='fast'"
             )
         if calls not in self._agreed:
-            if len(set(self._peers.gather(calls))) > 1:
+            if len(set(self._alike(calls))) > 1:
                 raise BadInput(
                     "wanted the model's BatchNorm layers to be called alike on every rank, found "
                     "that they are not; use GroupNorm or LayerNorm"
                 )
             self._agreed.add(calls)
         return calls
+
+
+    def _alike(self, calls: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Of the ranks that have the same layers."""
+        every = self._peers.by_stage(self._peers.gather(calls))
+        return list(every[self._peers.grouping.stage(self._peers.rank)].values())
 
 
 def _average(layer: Any, rows: torch.Tensor) -> None:

@@ -79,7 +79,27 @@ class Strategy(Protocol):
         """Make all ranks skip (or not) together when a GradScaler found an overflow."""
 
 
-class Single:
+class WholeStage:
+    """One rank holds a whole stage of a pipeline. `stages`: the ranks that hold the others of its
+    replica; None: it is the whole model."""
+
+    stages: dist.ProcessGroup | None = None
+
+    def over_stages(self, norm: torch.Tensor) -> torch.Tensor:
+        """The norm of all their gradients together."""
+        if self.stages is None:
+            return norm
+        square = norm**2
+        dist.all_reduce(square, group=self.stages)
+        return square.sqrt()
+
+    def share_found_inf(self, scaler: Any, optimizer: Any) -> None:
+        """Ranks of one stage hold the same gradients, so they found the same; stages do not."""
+        if self.stages is not None:
+            _share_found_inf(scaler, optimizer, self.stages)
+
+
+class Single(WholeStage):
     """One rank holds the whole model, and there is nothing to sum: gradients stay where autograd
     puts them, as in the script alone."""
 
@@ -123,7 +143,7 @@ class Single:
     def norm(self) -> torch.Tensor:
         grads = self._grads()
         norms = torch._foreach_norm(grads, 2.0, torch.float32)
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        total = self.over_stages(torch.linalg.vector_norm(torch.stack(norms)))
         norm_once.note(grads, total)
         return total
 
@@ -135,8 +155,6 @@ class Single:
         for p in self.parameters:
             p.grad = None
 
-    def share_found_inf(self, scaler: Any, optimizer: Any) -> None:
-        """There is nobody to share it with."""
 
 
 def buckets_of(
@@ -160,7 +178,7 @@ def buckets_of(
     return groups
 
 
-class Replicated:
+class Replicated(WholeStage):
     """Every rank holds the whole model. Gradients are summed in flat buckets, while the last
     backward still runs: the first one of a step is copied into its place there, and autograd adds
     the others to it.
@@ -227,6 +245,12 @@ class Replicated:
     def hold(self) -> None:
         """Gradients of the micro-batch that has begun are sent by `reduce`, not as they come."""
         self._armed = False
+
+    def take_up_grads(self) -> None:
+        """Of the micro-batch that has begun, where they were made without autograd's hooks."""
+        for p in self.parameters:
+            if p.grad is not None:
+                self._ready(p)
 
     def micro_done(self) -> None: ...
 
@@ -299,7 +323,7 @@ class Replicated:
 
     def norm(self) -> torch.Tensor:
         norms = [torch.linalg.vector_norm(flat, dtype=torch.float32) for flat in self._flats]
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        total = self.over_stages(torch.linalg.vector_norm(torch.stack(norms)))
         norm_once.note(list(self._views.values()), total)
         return total
 
@@ -310,9 +334,6 @@ class Replicated:
     def zero(self) -> None:
         for p in self.parameters:
             p.grad = None
-
-    def share_found_inf(self, scaler: Any, optimizer: Any) -> None:
-        """All ranks hold the same gradients, so they found the same."""
 
 
 class Sharded:
@@ -394,8 +415,12 @@ class Sharded:
             p.grad = None
 
     def share_found_inf(self, scaler: Any, optimizer: Any) -> None:
-        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        _share_found_inf(scaler, optimizer, None)
+
+
+def _share_found_inf(scaler: Any, optimizer: Any, group: dist.ProcessGroup | None) -> None:
+    for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
 
 
 def _local_part(grad: Any) -> torch.Tensor:
@@ -450,4 +475,11 @@ def strategy_for(
         Single(model.parameters()) if alone else Replicated(model.parameters(), group=group)
     )
     strategy.equal_rounds = has_sync_norm(model)  # its forward talks to the other ranks
+    staged_on(strategy, mesh)
     return strategy
+
+
+def staged_on(strategy: Single | Replicated, mesh: DeviceMesh | None) -> None:
+    """It sums gradients of one stage of a pipeline, if `mesh` has one."""
+    if mesh is not None and mesh["pp"].size() > 1:
+        strategy.stages, strategy.replica_ranks = mesh.get_group("pp"), mesh["pp"].size()

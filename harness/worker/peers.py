@@ -11,8 +11,8 @@ import datetime
 import functools
 import math
 import socket
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from storage.restore import this_machine
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+T = TypeVar("T")
 MAX_TIMEOUT_S = 1e7  # four months
 CALLERS = 2048  # ranks that call at once
 
@@ -195,6 +196,21 @@ class Peers:
         if self.model_mesh is None:
             return self.mesh.get_group("replicas")
         return self.mesh[DP_REPLICATE, "dp_shard"]._flatten("replicas").get_group()
+
+    @functools.cached_property
+    def same_stage(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same stage of a pipeline, or parts of it; None: all ranks. All
+        ranks ask for it at the same point."""
+        if self.grouping.stages == 1:
+            return None
+        return self.mesh[DP_REPLICATE, "dp_shard", "cp", "tp"]._flatten("stage").get_group()
+
+    def by_stage(self, said: Sequence[T]) -> list[dict[int, T]]:
+        """What the ranks said, in order: by stage of a pipeline, and by rank."""
+        found: list[dict[int, T]] = [{} for _ in range(self.grouping.stages)]
+        for rank, one in enumerate(said):
+            found[self.grouping.stage(rank)][rank] = one
+        return found
 
     @property
     def copies(self) -> dist.ProcessGroup | None:

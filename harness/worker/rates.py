@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from harness.core.hardware import peak_flops
 from harness.core.world import BadInput
 from harness.worker.guards import Precision
+from harness.worker.pipeline import Pipeline
 from harness.worker.sharding import is_sharded
 
 UNKNOWN_GFLOPS = -(1 << 50)  # one rank's makes the sum of all negative
@@ -118,7 +119,11 @@ class Rates:
         _check(tokens_per_sample, flops_per_sample, replica_ranks)
         self.tokens_per_sample = tokens_per_sample
         if flops_per_sample == SIX_PT:
-            parameters = sum(p.numel() for p in model.parameters())
+            parameters = (
+                model.numel
+                if isinstance(model, Pipeline)
+                else sum(p.numel() for p in model.parameters())
+            )
             self.flops_per_sample = 6.0 * parameters * tokens_per_sample
         elif flops_per_sample == COUNTED:
             self._begin_to_count(model)

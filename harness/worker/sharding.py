@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -217,23 +218,32 @@ def check_real(model: nn.Module) -> None:
         )
 
 
+@dataclass(frozen=True)
+class ShardGroups:
+    """Who shares what of a model. `mesh`: of `FSDP_DIMS`, or of one dimension. `alike`: the ranks
+    that hold the same parts of what is split by tensor parallelism; None: nothing is. `stage`:
+    those that hold the same stage of a pipeline; None: all. `experts`: the mesh of `EXPERT_DIMS`,
+    if there are modules that hold experts; those are sharded first."""
+
+    mesh: DeviceMesh
+    alike: dist.ProcessGroup | None = None
+    stage: dist.ProcessGroup | None = None
+    experts: DeviceMesh | None = None
+
+
 def shard(
     model: nn.Module,
     device: torch.device,
     blocks: Sequence[nn.Module] | None = None,
     seed: int = 0,
-    mesh: DeviceMesh | None = None,
-    replicas: dist.ProcessGroup | None = None,
-    expert_mesh: DeviceMesh | None = None,
+    groups: ShardGroups | None = None,
     init: Init | None = None,
     **how: Any,
 ) -> nn.Module:
     """FSDP2 over all ranks: each of `blocks` (default: the members of every ModuleList) and the
     root.
 
-    `mesh`: of `FSDP_DIMS`; None: of one dimension. `expert_mesh`: of `EXPERT_DIMS`, if there are
-    modules that hold experts; those are sharded first. `replicas`: the ranks that hold the same
-    parts of what is split by tensor parallelism; None: nothing is. `how`: more for `fully_shard`.
+    `groups`: None for a mesh of one dimension. `how`: more for `fully_shard`.
 
     One block at a time goes to the device, takes rank 0's values and is sharded: the whole model
     never lies on one device. What is on the meta device gets its values there; see `Materials`.
@@ -241,8 +251,8 @@ def shard(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    if mesh is None:
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    if groups is None:
+        groups = ShardGroups(init_device_mesh(device.type, (dist.get_world_size(),)))
     if blocks is None:  # those inside others first
         blocks = [
             block
@@ -255,18 +265,18 @@ def shard(
     for part in dict.fromkeys([*experts, *blocks, model]):
         materials.fill(part)
         to_device(part, device)
-        same_everywhere(part)
+        same_everywhere(part, groups.stage, shards=False)
         materials.split()
-        if replicas is not None:
+        if groups.alike is not None:
             with torch.no_grad():  # what is sharded already has been given out
-                share([p for p in part.parameters() if is_split(p)], replicas)
+                share([p for p in part.parameters() if is_split(p)], groups.alike)
         if part in experts:
-            assert expert_mesh is not None
-            among = expert_mesh[EXPERT_DIMS[:2]]
+            assert groups.experts is not None
+            among = groups.experts[EXPERT_DIMS[:2]]
             cut = functools.partial(_cut, among.size(1))
             fully_shard(part, mesh=among, shard_placement_fn=cut, **how)
         else:
-            fully_shard(part, mesh=mesh, **how)
+            fully_shard(part, mesh=groups.mesh, **how)
     return model
 
 

@@ -53,7 +53,9 @@ class Agreement:
     """Do all ranks hold the same, of the planned structure? Known when `work` has ended."""
 
     held: replicas.Held  # what must be the same on all ranks, as it was
-    flags: torch.Tensor  # (3,) int64: has the structure changed on any rank, greatest and -least
+    # (1 + 2 * stages,) int64: has the structure changed on any rank; of each stage of a pipeline
+    # greatest and -least
+    flags: torch.Tensor
     work: Any
 
     @property
@@ -62,7 +64,7 @@ class Agreement:
 
     @property
     def differs(self) -> bool:
-        return int(self.flags[1]) != -int(self.flags[2])
+        return any(greatest != -least for greatest, least in self.flags[1:].view(-1, 2).tolist())
 
 
 @dataclass
@@ -237,8 +239,10 @@ class Snapshotter:
             # Whether it has changed on any rank, or differs between ranks, is known when it is
             # needed: before the optimizer steps.
             held = replicas.held_aside(common(tensors), common(flight.plain), between)
-            total = held.total()
-            flags = torch.tensor([changed, total, -total], dtype=torch.int64)
+            grouping, total = self._peers.grouping, held.total()
+            flags = torch.full((1 + 2 * grouping.stages,), -(1 << 62))  # what others say is greater
+            mine = 1 + 2 * grouping.stage(self._peers.rank)
+            flags[0], flags[mine : mine + 2] = changed, torch.tensor([total, -total])
             work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control, async_op=True)
             flight.agreement = Agreement(held, flags, work)
         if flight.agreement is None or not changed:

@@ -24,6 +24,7 @@ from harness.core.world import BadInput
 from harness.node.progress import WorkerPhase
 from harness.worker.loader import MicroBatch, seed_everything, to_device
 from harness.worker.parallel import Replicated
+from harness.worker.pipeline_step import GivenMicro, StageShare, runner_of
 from harness.worker.step import Sums, Work
 from harness.worker.timing import BACKWARD, COMMUNICATION, DATA, FORWARD, HARNESS, OTHER
 
@@ -76,7 +77,9 @@ class OpenStep:
     def _new_sums(self) -> Sums:
         work = self._work
         peers = work.peers
-        return Sums(work.batching, peers.device, peers.leads_replica, tells=peers.tells_losses)
+        return Sums(
+            work.batching, peers.device, peers.leads_replica, tells=work.training.tells_losses
+        )
 
     def _take_up(self, micro: int, samples: int, last: bool, filler: bool = False) -> None:
         """Before the forward of a micro-batch."""
@@ -225,6 +228,8 @@ class Step(OpenStep):
     def __init__(self, work: Work, number: int, batches: Iterator[MicroBatch]):
         self._batches = batches
         self._current: MicroBatch | None = None
+        self._mine: list[int] = []  # this rank's micro-batches
+        self._fresh = True  # nobody has seen them
         # of a stream, which cannot be read again; and on a GPU, if there are phases
         self._read: list[MicroBatch] = []
         super().__init__(work, number)
@@ -259,11 +264,43 @@ class Step(OpenStep):
         b = self._work.batching
         return self.number * b.global_batch // b.samples > self.epoch
 
+    def pipeline(self) -> None:
+        """All of this step's micro-batches through the stages of a model that was made by
+        `harness.pipeline`, forward and backward; instead of a loop over them. On every mesh the
+        same call. Raises BadInput."""
+        w = self._work
+        runner = runner_of(w)
+        if self._current is not None:
+            raise BadInput(f"step {self.number}: wanted step.pipeline() once")
+        for rounds in self._attempts():
+            given = [self._give(i) for i in range(rounds)]
+            runner.run(StageShare(w, self._phase, self.number, given))
+            self._left, self._micros = 0, self._micros + rounds
+
     def _round(self) -> Iterator[Any]:
         w, timer = self._work, self._work.timer
+        for rounds in self._attempts():
+            for i in range(rounds):
+                given = self._give(i)
+                self._take_up(given.micro, given.samples, i == rounds - 1, given.filler)
+                data = to_device(given.data, w.peers.device)
+                if not given.filler:
+                    w.rates.arm()
+                timer.enter(FORWARD)
+                yield data
+                if not self.went_backward:
+                    raise BadInput(
+                        f"step {self.number}: step.backward(loss) was called 0 times for one "
+                        "micro-batch, wanted once at least"
+                    )
+
+    def _attempts(self) -> Iterator[int]:
+        """Once for each time that this phase's micro-batches are to be done: how many there are,
+        with fillers. `_give` says which."""
+        w, timer = self._work, self._work.timer
         timer.enter(HARNESS)
-        first = self._current is None
-        micros = list(w.feed.plan.micros(w.peers.rank))
+        first = self._fresh = self._current is None
+        micros = self._mine = list(w.feed.plan.micros(w.peers.rank))
         rounds = w.feed.plan.rounds if w.training.strategy.equal_rounds else len(micros)
         if w.feed.stream is not None and first:
             self._batches = w.feed.stream.step(self.number)
@@ -273,23 +310,7 @@ class Step(OpenStep):
         repeat = True
         while repeat:
             self._left = rounds
-            for i in range(rounds):
-                timer.enter(DATA)
-                filler, micro = i >= len(micros), micros[min(i, len(micros) - 1)]
-                if not filler:
-                    self._current = self._next(i, micro, first and not self.attempt)
-                assert self._current is not None
-                self._take_up(micro, len(self._current.samples), i == rounds - 1, filler)
-                data = to_device(self._current.data, w.peers.device)
-                if not filler:
-                    w.rates.arm()
-                timer.enter(FORWARD)
-                yield data
-                if not self.went_backward:
-                    raise BadInput(
-                        f"step {self.number}: step.backward(loss) was called 0 times for one "
-                        "micro-batch, wanted once at least"
-                    )
+            yield rounds
             timer.enter(COMMUNICATION)
             repeat = w.training.strategy.again()
             timer.enter(HARNESS)
@@ -302,6 +323,15 @@ class Step(OpenStep):
             for _ in self._batches:  # read on to the end of the global batch
                 raise AssertionError("a micro-batch of ours came after our last one")
         timer.enter(OTHER)
+
+    def _give(self, i: int) -> GivenMicro:
+        """The i-th micro-batch of this rank; a filler is the last one again."""
+        self._work.timer.enter(DATA)
+        filler, micro = i >= len(self._mine), self._mine[min(i, len(self._mine) - 1)]
+        if not filler:
+            self._current = self._next(i, micro, self._fresh and not self.attempt)
+        assert self._current is not None
+        return GivenMicro(micro, len(self._current.samples), filler, self._current.data)
 
     def _next(self, i: int, micro: int, fresh: bool) -> MicroBatch:
         """The i-th micro-batch of this rank. `fresh`: nobody has seen it."""

@@ -24,6 +24,8 @@ from harness.worker.loads import Loads
 from harness.worker.norms import Norms, has_sync_norm
 from harness.worker.parallel import Strategy, check_fits, strategy_for
 from harness.worker.peers import Peers
+from harness.worker.pipeline import Pipeline
+from harness.worker.pipeline_state import Whole, merged, pruned, whole_of
 from harness.worker.sharding import check_real, holds_experts, is_sharded, to_device
 from harness.worker.zero import as_stepped
 from storage import dcp
@@ -75,6 +77,7 @@ class Training:
         self.buffers: Buffers | None = None
         self.frozen = Frozen(nn.Module(), [])
         self.after_update: set[str] = set()
+        self.whole: Whole | None = None  # of which the model is some stages
         self.phases = False  # steps give their micro-batches more than once
         self._saved: dict[str, Any] = {}  # name -> object with state_dict
         # names of those whose state is each rank's own
@@ -106,7 +109,8 @@ class Training:
         self.model, self.optimizers = model, optimizers
         self._check_optimizers()
         self.scheduler, self.scaler = scheduler, scaler
-        self._saved = {"model": model, "optimizer": _Many(optimizers)}
+        self.whole = whole_of(model, optimizers, lambda: self._peers.mesh.get_group("pp"))
+        self._saved = {"model": model, "optimizer": self.whole or _Many(optimizers)}
         self.strategy = self._choose(strategy)
         if self.reduce != "fast":
             self._saved["reduce"] = self.strategy
@@ -135,27 +139,53 @@ class Training:
         if asked is not None:
             chosen = asked
         elif self.reduce == "fast":
-            chosen = strategy_for(self.model, self._named(), self._peers.model_devices)
+            chosen = strategy_for(self.model, self._summing(), self._peers.model_devices)
         else:
             chosen = exact_strategy_for(
                 self.model,
                 self.reduce,
                 self.optimizers,
-                self._named(),
+                self._summing(),
                 self._peers.model_devices,
+                self.whole.trained if self.whole else (),
             )
-        if (
-            asked is None
-            and mesh is not None
-            and mesh.copy_ranks > 1
-            and not is_sharded(self.model)
-        ):
+        if asked is None:
+            self._check_mesh()
+        check_fits(chosen, self.reduce, self._peers.replica_ranks)
+        return chosen
+
+    def _check_mesh(self) -> None:
+        """Is the model split as the mesh says? Raises BadInput."""
+        mesh, model = self._peers.model_mesh, self.model
+        assert model is not None
+        if mesh is None:
+            return
+        if mesh.pp > 1 and not isinstance(model, Pipeline):
+            raise BadInput(
+                f"mesh {mesh}: wanted stages made by harness.pipeline(model, run, loss), found a "
+                "whole model on each rank; cut it, or leave pp out"
+            )
+        if mesh.pp > 1 and has_sync_norm(model):
+            raise BadInput(
+                f"mesh {mesh}: the model has SyncBatchNorm, whose forward waits for all ranks, and "
+                "other stages have none of it; use BatchNorm, GroupNorm or LayerNorm"
+            )
+        if mesh.copy_ranks > mesh.pp and not is_sharded(model):
             raise BadInput(
                 f"mesh {mesh}: wanted a model sharded by harness.fsdp2(model, run), found a whole "
                 "one on each rank; shard it, or leave the mesh out"
             )
-        check_fits(chosen, self.reduce, self._peers.replica_ranks)
-        return chosen
+
+    @property
+    def tells_losses(self) -> bool:
+        """Losses are made on this rank, and it adds them for its replica."""
+        if isinstance(self.model, Pipeline):
+            return self.model.has_last and self._peers.grouping.leads_stage(self._peers.rank)
+        return self._peers.tells_losses
+
+    def _summing(self) -> dist.ProcessGroup | None:
+        """The ranks that sum gradients of the same parameters; None: all."""
+        return self._peers.across if isinstance(self.model, Pipeline) else self._named()
 
     def _check_experts(self, mesh: ModelMesh) -> None:
         assert self.model is not None
@@ -260,8 +290,8 @@ class Training:
             self.buffers.shared = shared
         if shared:
             now = dict(self.model.named_buffers())
-            with torch.no_grad():
-                share([now[name] for name in shared], self._peers.across)
+            with torch.no_grad():  # other stages have others
+                share([now[name] for name in shared if name in now], self._peers.across)
 
     # ---- state -----------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:
@@ -273,7 +303,11 @@ class Training:
 
     def plain_of_rank(self, plain: dict[str, Any]) -> dict[str, Any]:
         """What a manifest says of this rank: rank 0's stands for all, of others what is their
-        own."""
+        own. All ranks ask at the same point."""
+        if self._peers.grouping.stages > 1:  # rank 0 has the first stage's only
+            every = self._peers.gather(common(plain) if self._peers.replica == 0 else None)
+            if self._peers.rank == 0:
+                return {"state": plain | merged([said for said in every if said is not None])}
         if self._peers.rank == 0:
             return {"state": plain}
         if not self._per_rank:
@@ -300,14 +334,21 @@ class Training:
 
         def wanted(path: str) -> bool:
             top = path.partition("/")[0]
-            return RANK_MARK not in top or top in mine
+            return top in mine if RANK_MARK in top else of_stage is None or of_stage(path)
 
-        like = dcp.like_parameters({"optimizer": [as_stepped(o) for o in self.optimizers]})
+        of_stage = self.whole.wanted(common(have)) if self.whole else None
+        stepped = [as_stepped(o) for o in self.optimizers]
+        like = dcp.like_parameters(
+            {"optimizer": self.whole.placeholders() if self.whole else stepped}
+        )
         tensors = dcp.destinations(manifest, named_as(manifest, common(have)), like, wanted)
         dcp.load(snapshots, manifest, tensors)
-        state = dcp.join(
-            tensors, {key: plain for key, plain in _stored_plain(manifest).items() if wanted(key)}
-        )
+        plain = {
+            key: pruned(one, wanted)
+            for key, one in _stored_plain(manifest).items()
+            if RANK_MARK not in key or key in mine
+        }
+        state = dcp.join(tensors, plain)
         for name, thing in self._saved.items():
             keys = own.get(name, [name])
             if missing := [key for key in keys if key not in state]:
