@@ -185,9 +185,9 @@ class RunFlags(RecordFlags):
     )
     disk_tier_dir: str = flag("", "where; default: the node's scratch folder", check=output_folder)
     peer_tier: str = flag(
-        "off",
-        "memory, disk: nodes keep a copy of a neighbour's share there, and read from each other "
-        "before the bucket",
+        "memory",
+        "where each node keeps a copy of a neighbour's share of a snapshot, so that nodes take the "
+        "state from each other before the bucket; off: nowhere",
         choices=["off", "memory", "disk"],
     )
     peer_encrypt: bool = flag(

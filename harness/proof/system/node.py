@@ -232,7 +232,7 @@ class SimUploads:
     def drain(self, deadline_s: float | None) -> None:
         self.deadline_s = deadline_s
 
-    def settle(self, wait_s: float) -> None:
+    def settle(self, wait_s: float, near: bool = False) -> None:
         kernel = self._node.sim.kernel
         until_s = kernel.now_s + wait_s
         while self.busy() and kernel.now_s < until_s:
