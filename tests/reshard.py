@@ -49,8 +49,14 @@ def state_of(model, optimizer):
 def save(folder, kind, world, group):
     model, optimizer = build(kind, seed=0)
     tensors, plain = state_of(model, optimizer)
-    store = open_store(f"{folder}/{kind}")
-    saver = Saver(Snapshots(store), group if world > 1 else None, own_memory=False)
+    ref = Ref(1, world)
+    save_tensors(f"{folder}/{kind}", ref, model, tensors, plain, group if world > 1 else None)
+
+
+def save_tensors(url, ref, model, tensors, plain, group):
+    """By the engine: copied beside, handed over, sent. `group`: all ranks; None: this one alone."""
+    store = open_store(url)
+    saver = Saver(Snapshots(store), group, own_memory=False)
     saver.plan(tensors)
     buffer = torch.zeros(saver.nbytes, dtype=torch.uint8)
     staged = saver.begin(tensors, between_updates(model, tensors), buffer)
@@ -60,9 +66,9 @@ def save(folder, kind, world, group):
             t.zero_()  # the snapshot is of before
     layout = staged.layout
     job = UploadJob(
-        Ref(1, world),
+        ref,
         saver.rank,
-        world,
+        saver.world,
         f"t{saver.rank}",
         layout.files,
         layout.index,
@@ -73,7 +79,8 @@ def save(folder, kind, world, group):
     Uploader(store, commit_timeout_s=60).submit(job, buffer.numpy().data, told.put)
     outcome = told.get(timeout=90)
     assert outcome.state == "committed", outcome
-    dist.barrier(group)
+    if group is not None:
+        dist.barrier(group)
 
 
 def check(folder, kind, group):

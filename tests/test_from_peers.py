@@ -69,22 +69,20 @@ def counted(nodes, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    ("flags", "mesh", "count", "nproc"),
+    ("flags", "mesh", "count", "nproc", "how"),
     [
-        (["--whole"], "", 2, 1),
-        ([], "", 2, 1),
-        ([], "dp_shard=2", 4, 1),
-        ([], "tp=2", 2, 2),
+        (["--whole"], "", 2, 1, "killed"),
+        ([], "", 2, 1, "killed"),
+        ([], "dp_shard=2", 4, 1, "killed"),
+        ([], "dp_shard=2", 4, 1, "told"),
+        ([], "tp=2", 2, 2, "killed"),
     ],
-    ids=["ddp", "fsdp2", "hsdp", "tp"],
+    ids=["ddp", "fsdp2", "hsdp", "hsdp-told", "tp"],
 )
-@pytest.mark.parametrize("how", ["killed", "told"])
 def test_survivors_and_a_newcomer_take_the_state_from_memory(
     whole, counted, flags, mesh, count, nproc, how
 ):
     """A node vanishes, or is told to go and leaves its share with its neighbour; another comes."""
-    if how == "told" and mesh != "dp_shard=2":
-        pytest.skip("once is enough")
     it, agent = counted.nodes, ["--nproc", str(nproc), *(["--mesh", mesh] if mesh else [])]
     for _ in range(count):
         counted.start(*flags, agent=agent)

@@ -49,7 +49,9 @@ class Place:
     def __init__(self):
         self.store, self.clock, self.lines = MemoryStore("memory://rdzv", {}), Ticks(), {}
 
-    def member(self, name, nproc=1, attempt=0, replica_ranks=1, worlds=()) -> Rendezvous:
+    def member(
+        self, name, nproc=1, attempt=0, replica_ranks=1, worlds=(), meshes=None
+    ) -> Rendezvous:
         lines = self.lines[name] = Lines(name, "127.0.0.1", pulse_s=0.2)
         me = Member(name, "ready", 0, "127.0.0.1", lines.port, 29500, nproc=nproc, attempt=attempt)
         r = Rendezvous(
@@ -57,6 +59,7 @@ class Place:
             **{"beat_s": 1.0, "dead_s": 5.0, "join_window_s": 1.0, "monotonic": self.clock},
             replica_ranks=replica_ranks,
             worlds=worlds,
+            meshes=meshes,
         )
         r.say()
         return r

@@ -120,7 +120,7 @@ class Agent:
             dead_s=c.timing.dead_s,
             min_members=c.worlds.min_members,
             replica_ranks=c.worlds.replica_ranks,
-            mesh=c.worlds.mesh,
+            meshes=c.worlds.meshes,
             worlds=c.worlds.ranks,
             over=self._run.is_over,
             monotonic=host.monotonic,

@@ -352,7 +352,7 @@ class SimNode:
             accelerator=self.offer.name,
             speed=self.offer.speed,
             place=self.offer.place,
-            worlds=Worlds(self.sim.setting.min_nodes),
+            worlds=Worlds(self.sim.setting.min_nodes, meshes=self.sim.meshes),
             timing=TIMING,
             fitness=Fitness(hang=LIMITS, unfit_grace_s=20.0),
         )
