@@ -1,5 +1,5 @@
-"""How long a snapshot of a sharded model takes until it is durable, against the ranks that share the
-work, and what of it is stored. CPU, gloo. No assertions.
+"""How long a snapshot of a sharded model takes until it is durable, against the ranks that share
+the work, and what of it is stored. CPU, gloo. No assertions.
 
     # HSDP: copies of two ranks, 1 to 4 of them; each rank's way to the bucket takes 60 MB/s
     python benchmarks/mesh_snapshots.py
@@ -15,6 +15,7 @@ objects. Look at `uptime` before you believe it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import queue
 import socket
@@ -128,8 +129,8 @@ def world_saves(flags: argparse.Namespace, words: str, world: int, folder: str) 
                     **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
                     **{"HARNESS_MESH": words, "GLOO_SOCKET_IFNAME": "lo"},
                 }
-                sys.stdout = open(os.devnull, "w")
-                took_s = rank_saves(flags, folder)
+                with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+                    took_s = rank_saves(flags, folder)
                 if rank == 0:
                     Path(folder, "took").write_text(str(statistics.median(took_s)))
                 code = 0
@@ -139,7 +140,8 @@ def world_saves(flags: argparse.Namespace, words: str, world: int, folder: str) 
                 sys.stderr.flush()
                 os._exit(code)
         pids.append(pid)
-    if any([os.waitpid(pid, 0)[1] for pid in pids]):
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    if any(statuses):
         raise SystemExit(f"{words} on {world} ranks: a rank failed")
     return float(Path(folder, "took").read_text())
 
@@ -155,8 +157,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     flags = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores, {flags.mb_per_s:g} MB/s a rank")
-    print(f"{'mesh':>20} {'copies':>6} {'ranks':>5} {'stored MB':>9} {'most MB':>8} {'durable_s':>9}")
+    load, cores = os.getloadavg()[0], os.cpu_count()
+    print(f"load {load:.0f} on {cores} cores, {flags.mb_per_s:g} MB/s a rank")
+    print(f"{'mesh':>20} copies ranks stored MB  most MB durable_s")
     for row in flags.meshes.split(","):
         words, _, copies = (part.strip() for part in row.replace(";", ",").partition(" x "))
         world = int(copies) * parse(words).copy_ranks

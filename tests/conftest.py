@@ -17,7 +17,8 @@ PROOFS = (
     *("budget", "dcp", "examples", "extending", "floods", "hostile_day", "kills", "longrun"),
     *("live_faults_of_b30688c", "many_nodes", "meshes", "old_runs", "package", "permissions"),
     *("plan_calibration", "price_waits", "python_versions", "replay", "replicas", "rerun", "secrets"),
-    *("sim", "soak", "system", "versions", "wandb_run", "whereabouts"),
+    *("sim", "soak", "system", "versions", "wandb_run", "whereabouts", "from_peers"),
+    "reshard_meshes",
 )
 _proofs = {f"test_{name}.py" for name in PROOFS}
 _files = {path.name for path in Path(__file__).parent.glob("test_*.py")}

@@ -22,7 +22,7 @@ AUTO = "auto"
 MOST_MESHES = 16  # in a list
 
 # as `attach(mesh=...)` takes them: one mesh, what people write, or a list of these
-Asked = Mapping[str, int] | str | Sequence[Mapping[str, int] | str]
+AskedMesh = Mapping[str, int] | str | Sequence[Mapping[str, int] | str]
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _auto(text: str) -> AutoMesh:
     return found
 
 
-def choice_of(asked: Asked) -> MeshChoice:
+def choice_of(asked: AskedMesh) -> MeshChoice:
     """From what a script asks for. Raises BadInput."""
     if isinstance(asked, str):
         return parse_choice(asked)

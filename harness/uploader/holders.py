@@ -24,7 +24,7 @@ from storage.snapshot_keys import writer_of
 # others of a big world, for a chunk that its holders do not give; one that is dead costs a time-out
 ASKED = 8
 
-Address = tuple[str, int]
+HostPort = tuple[str, int]
 
 
 class ChunkServers:
@@ -32,10 +32,10 @@ class ChunkServers:
 
     def __init__(self, store: ObjectStore):
         self._store = store
-        self._known: dict[str, Address | None] = {}
+        self._known: dict[str, HostPort | None] = {}
         self._lock = threading.Lock()
 
-    def of(self, member: str) -> Address | None:
+    def of(self, member: str) -> HostPort | None:
         """None: it serves none."""
         with self._lock:
             if member not in self._known:
@@ -76,7 +76,7 @@ class Holders:
         around = dict.fromkeys([*now[at + 1 :], *now[:at], *members])
         self._others = [name for name in around if name != me]
 
-    def __call__(self, id: str) -> Iterator[Address]:
+    def __call__(self, id: str) -> Iterator[HostPort]:
         """Whom to ask for a chunk, in order."""
         pair = self._pairs.get(id, ())
         spread = pair[::-1] if hash(id) % 2 else pair

@@ -54,7 +54,7 @@ from storage.upload import Forecast, Uploader, UploadJob, UploadOutcome
 if TYPE_CHECKING:
     from harness.uploader.client import FileRange
 
-Say = Callable[[dict[str, Any]], None]
+TellLater = Callable[[dict[str, Any]], None]
 CONNECTIONS = (
     128  # at once: the agent, workers of this node and of the epoch before, a person or two
 )
@@ -169,7 +169,7 @@ class UploadServer:
         if answer is not None:
             say({"n": number, **answer})
 
-    def _answer(self, request: dict[str, Any], later: Say) -> dict[str, Any] | None:
+    def _answer(self, request: dict[str, Any], later: TellLater) -> dict[str, Any] | None:
         """None: the answer comes `later`, in one piece or two."""
         match request.pop("do"):
             case "reserve":
@@ -208,7 +208,7 @@ class UploadServer:
             self._kept[str(segment.path)] = _Kept(segment, rank, epoch)
             return segment
 
-    def _send(self, job: UploadJob, path: str, later: Say) -> None:
+    def _send(self, job: UploadJob, path: str, later: TellLater) -> None:
         """Tells the outcome when it is known, and that the segment is free when the nearer tiers
         have had what they can of it: nobody waits for these."""
         with self._lock:

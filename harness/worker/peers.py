@@ -25,7 +25,7 @@ from harness.core.mesh import (
     copy_ranks,
     replica_ranks_told,
 )
-from harness.core.meshes import Asked, choice_of, meshes_told
+from harness.core.meshes import AskedMesh, choice_of, meshes_told
 from harness.core.world import BadInput, HarnessError
 from harness.node.progress import ProgressFile, WorkerPhase
 from harness.worker.hidden import ONE_GPU
@@ -79,7 +79,7 @@ class Peers:
         self,
         environ: dict[str, str],
         replica_ranks: int | None = None,
-        asked_mesh: Asked | None = None,
+        asked_mesh: AskedMesh | None = None,
     ):
         """Raises BadInput."""
         self.life = ProgressFile(environ.get("HARNESS_PROGRESS"))
@@ -229,7 +229,7 @@ class Peers:
             dist.barrier(group=self.control)
 
 
-def _model_mesh(environ: dict[str, str], asked: Asked | None, world: int) -> ModelMesh | None:
+def _model_mesh(environ: dict[str, str], asked: AskedMesh | None, world: int) -> ModelMesh | None:
     """What the environment says, or else what the script asks for, in a world of so many ranks.
     Raises BadInput."""
     choice, wanted = meshes_told(environ), choice_of(asked) if asked else None

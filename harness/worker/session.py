@@ -28,7 +28,7 @@ from torch import nn
 from harness.bucket.journal import Journal
 from harness.core.batch import Batching, Plan, TooManyRanks
 from harness.core.losses import RunLosses
-from harness.core.meshes import Asked
+from harness.core.meshes import AskedMesh
 from harness.core.world import BadInput
 from harness.node.progress import WorkerPhase
 from harness.worker import machine
@@ -74,7 +74,7 @@ class Options:
     keep: Keep
     reduce: str
     replica_ranks: int | None
-    mesh: Asked | None
+    mesh: AskedMesh | None
     timeout_s: float | None
     backend: str | None
     deterministic: bool | None
@@ -415,7 +415,7 @@ def attach(
     keep_ages_h: Sequence[float] = AGES_H,
     reduce: str = "fast",
     replica_ranks: int | None = None,
-    mesh: Asked | None = None,
+    mesh: AskedMesh | None = None,
     timeout_s: float | None = None,
     backend: str | None = None,
     deterministic: bool | None = None,
