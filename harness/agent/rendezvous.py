@@ -37,7 +37,7 @@ from harness.core import values
 from harness.core.mesh import ModelMesh, parse
 from harness.core.meshes import MOST_MESHES, MeshChoice
 from harness.core.values import BadObject, NewerProtocol
-from harness.core.world import WrongProtocol, meeting_place, whole_replicas
+from harness.core.world import BadInput, WrongProtocol, meeting_place, whole_replicas
 from storage.errors import NotFound, StoreError
 from storage.objects import ObjectStore
 
@@ -277,8 +277,11 @@ class Rendezvous:
 
     def _place(self, mesh: str) -> int:
         """In the order of preference; last: what was not asked for."""
-        found = self._meshes and mesh and self._meshes.place(parse(mesh))
-        return found if isinstance(found, int) else MOST_MESHES
+        found = None
+        if self._meshes is not None and mesh:
+            with contextlib.suppress(BadInput):  # a word of another version
+                found = self._meshes.place(parse(mesh))
+        return MOST_MESHES if found is None else found
 
     def try_form(self, max_world: int | None) -> Epoch | None:
         """The newest epoch if we are in it and have not taken part yet; else create the next

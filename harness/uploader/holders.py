@@ -10,7 +10,6 @@ when they are needed. Knows nothing of torch.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 
 from harness.bucket.layout import ChunkServerAt, Epoch, chunks_key
@@ -28,22 +27,21 @@ HostPort = tuple[str, int]
 
 
 class ChunkServers:
-    """Where members serve chunks, as the bucket says; each is read once. Safe in many threads."""
+    """Where members serve chunks, as the bucket says; each is read once. For many threads."""
 
     def __init__(self, store: ObjectStore):
         self._store = store
         self._known: dict[str, HostPort | None] = {}
-        self._lock = threading.Lock()
 
     def of(self, member: str) -> HostPort | None:
         """None: it serves none."""
-        with self._lock:
-            if member not in self._known:
-                self._known[member] = None
-                with contextlib.suppress(StoreError, BadObject):
-                    found = ChunkServerAt.decode(self._store.get(chunks_key(member)))
-                    self._known[member] = found.addr, found.port
-            return self._known[member]
+        if member not in self._known:  # nobody waits while another thread reads another's
+            at: HostPort | None = None
+            with contextlib.suppress(StoreError, BadObject):
+                found = ChunkServerAt.decode(self._store.get(chunks_key(member)))
+                at = found.addr, found.port
+            self._known[member] = at
+        return self._known[member]
 
 
 class Holders:
