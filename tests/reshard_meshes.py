@@ -157,5 +157,6 @@ if __name__ == "__main__":
             print(what.__name__, MESHES[row], f"{time.monotonic() - began_s:.0f} s", file=sys.stderr)
     for row, (words, copies) in enumerate(MESHES):
         manifest = Snapshots(open_store(f"{sys.argv[1]}/{row}")).load(Ref(1, 1))
-        numel = sum(part.nbytes for part in manifest.parts)
-        print(words or "whole", copies, manifest.data["weights"], numel)
+        chunks = [c for entry in manifest.tensors.values() for c in entry["chunks"]]
+        nbytes = sum(c["end"] - c["start"] for c in chunks)  # without what aligns them
+        print(words or "whole", copies, manifest.data["weights"], nbytes)

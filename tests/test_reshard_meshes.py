@@ -18,10 +18,10 @@ def test_what_one_mesh_saves_any_other_loads_bit_equal(tmp_path):
         [sys.executable, script, tmp_path], env=env, capture_output=True, text=True, timeout=1150
     )
     assert ended.returncode == 0, ended.stderr
-    lines = [line.split() for line in ended.stdout.splitlines() if "=" in line or "whole" in line]
+    said = ended.stdout.splitlines()
+    lines = [line.split() for line in said if not line.startswith("harness: ")]  # of no session
     assert [(words, int(copies)) for words, copies, *_ in lines] == [
         (words or "whole", copies) for words, copies in MESHES
     ]
     assert len(MESHES) >= 8 and len({weights for _, _, weights, _ in lines}) == 1
-    sizes = [int(nbytes) for *_, nbytes in lines]
-    assert max(sizes) < 1.3 * min(sizes)  # small tensors are padded
+    assert len({nbytes for *_, nbytes in lines}) == 1
