@@ -25,7 +25,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -281,16 +281,18 @@ class PeerTier:
         secret: str,
         timeout_s: float = PEER_TIMEOUT_S,
         sealed: bool = False,
+        holders: Callable[[str], Iterable[tuple[str, int]]] | None = None,
     ):
+        """`holders`: whom to ask for a chunk, in order; None: all of `peers`."""
         self._peers, self._secret, self._timeout_s = list(peers), secret, timeout_s
-        self._sealed = sealed
+        self._sealed, self._holders = sealed, holders or (lambda id: self._peers)
         self._gone: set[tuple[str, int]] = set()
         self._local = threading.local()  # connections are kept, one per thread and peer
 
     def get(self, id: str) -> bytes | None:
         if not PEER_CHUNK_ID.fullmatch(id):
             return None
-        for peer in self._peers:
+        for peer in self._holders(id):
             if (
                 peer not in self._gone
                 and (answer := self._ask(peer, "GET", id)) is not None

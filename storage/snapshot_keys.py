@@ -23,6 +23,17 @@ def list_key(ref: Ref, rank: int) -> str:
     return f"{PARTS}{ref.name}/list-r{rank:05d}.json"
 
 
+def part_prefix(ref: Ref, rank: int) -> str:
+    """What the keys of all parts begin with that this rank has written."""
+    return f"{PARTS}{ref.name}/r{rank:05d}-"
+
+
+def writer_of(key: str) -> int | None:
+    """The rank that has written a part; None: it does not say."""
+    found = re.match(r"r([0-9]{5,})-", key.rpartition("/")[2])
+    return int(found[1]) if found else None
+
+
 def manifest_key(ref: Ref) -> str:
     return f"{MANIFESTS}{ref.name}.json"
 

@@ -52,6 +52,7 @@ from storage.snapshot_keys import (
     lease_key,
     list_key,
     manifest_key,
+    part_prefix,
     quarantine_key,
     ref_in,
     refs_in,
@@ -114,7 +115,7 @@ class Snapshots:
                 raise ValueError(
                     f"tokens and file names are letters, digits and ._-; found {name!r}"
                 )
-        keys = {name: f"{PARTS}{ref.name}/r{rank:05d}-{token}-{name}" for name in files}
+        keys = {name: f"{part_prefix(ref, rank)}{token}-{name}" for name in files}
         base = base if base is not None and base.ref < ref else None
         parts = tuple(
             Part.of(keys[name], content, self.chunk_nbytes, (hashed or {}).get(name))

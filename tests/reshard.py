@@ -51,8 +51,13 @@ def save(url, model, optimizer):
     """As the snapshot whose step is 1 and whose epoch is the number of ranks."""
     group, world = dist.group.WORLD, dist.get_world_size()
     tensors, plain = state_of(model, optimizer)
+    save_tensors(url, Ref(1, world), model, tensors, plain, group if world > 1 else None)
+
+
+def save_tensors(url, ref, model, tensors, plain, group):
+    """By the engine: copied beside, handed over, sent. `group`: all ranks; None: this one alone."""
     store = open_store(url)
-    saver = Saver(Snapshots(store), group if world > 1 else None, own_memory=False)
+    saver = Saver(Snapshots(store), group, own_memory=False)
     saver.plan(tensors)
     buffer = torch.zeros(saver.nbytes, dtype=torch.uint8)
     staged = saver.begin(tensors, between_updates(model, tensors), buffer)
@@ -62,9 +67,9 @@ def save(url, model, optimizer):
             t.zero_()  # the snapshot is of before
     layout = staged.layout
     job = UploadJob(
-        Ref(1, world),
+        ref,
         saver.rank,
-        world,
+        saver.world,
         f"t{saver.rank}",
         layout.files,
         layout.index,
@@ -75,7 +80,8 @@ def save(url, model, optimizer):
     Uploader(store, commit_timeout_s=60).submit(job, buffer.numpy().data, told.put)
     outcome = told.get(timeout=90)
     assert outcome.state == "committed", outcome
-    dist.barrier(group)
+    if group is not None:
+        dist.barrier(group)
 
 
 def check(url, saved_on, model, optimizer):

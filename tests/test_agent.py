@@ -635,7 +635,7 @@ def test_a_node_that_comes_back_reads_its_disk(nodes, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", [("--peer-tier", "disk"), ("--peer-tier", "yes"), ("--peer-encrypt",), ("--disk-tier-gib", "-1")]
+    "flags", [("--peer-tier", "disk"), ("--peer-tier", "yes"), ("--peer-tier", "off", "--peer-encrypt"), ("--disk-tier-gib", "-1")]
 )
 def test_tiers_that_make_no_sense_are_refused(nodes, flags):
     agent = nodes.start(*SLOW, agent=flags)

@@ -12,7 +12,7 @@ from worlds import history, newest, same_training, train
 
 from harness.bucket.epochs import read_epoch
 from harness.core.batch import Batching, expected_digest
-from harness.core.facts import EpochStarted
+from harness.core.facts import EpochStarted, SessionStarted
 from harness.views.audit import audit
 from storage.opening import open_store
 
@@ -107,6 +107,33 @@ def test_a_lost_node_takes_its_copy_with_it_and_no_other(whole, nodes):  # noqa:
     assert {e.world for e in nodes.facts(EpochStarted)} <= {2, 4}
     same_training(nodes.run, whole[0])
     assert audit(open_store(nodes.url)).ok
+
+
+def test_another_mesh_is_taken_while_the_wanted_one_cannot_be_had(whole, nodes):  # noqa: F811
+    """Four nodes train on one mesh, the three that are left on another, and with a newcomer on the
+    first again: the state is resharded each time."""
+    meshes = ("--mesh", "dp_shard=4|auto:2..3", "--mesh-wait-s", "1")
+    flags, agent = ["--total", 12, "--go", nodes.go], [*meshes, "--nproc", "1"]
+    for _ in range(4):
+        nodes.start(*flags, script=MESHED, agent=agent)
+    store = open_store(nodes.url)
+
+    def last():
+        epochs = nodes.facts(EpochStarted)
+        return read_epoch(store, epochs[-1].epoch) if epochs else None
+
+    nodes.until(lambda: last() and last().world == 4 and nodes.step() >= 3)
+    victim = int(last().members[3].split("-")[0].removeprefix("m"))
+    os.killpg(nodes.processes[victim - 1].pid, signal.SIGKILL)
+    nodes.until(lambda: last().mesh != "dp_shard=4")
+    assert (last().mesh, last().world) == ("dp_shard=3", 3)  # nobody is left over
+    nodes.start(*flags, script=MESHED, agent=agent)
+    nodes.until(lambda: last().mesh == "dp_shard=4")
+    nodes.go.touch()
+    assert sorted(nodes.codes()) == [-9, 0, 0, 0, 0], nodes.logs()
+    assert nodes.facts(SessionStarted)[-1].read_nbytes["peer"]
+    same_training(nodes.run, whole[0])
+    assert audit(store).ok
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,16 @@ def test_a_run_without_a_controller_ends_with_its_session():
     assert (state.run_state, state.over) == ("finished", True)
 
 
+def test_who_is_left_over_is_a_warm_spare():
+    """A world of whole copies has no room for it now."""
+    facts = [f.AgentStarted(f"m000{i}-a", i, "h", 1, "", 1) for i in (1, 2, 3)]
+    facts.append(f.EpochStarted(1, ("m0001-a", "m0002-a"), 2, "start"))
+    session = f.SessionStarted(1, 2, 0, 0, 9, 8, 4)
+    for told, words in ((facts, "ready"), ([*facts, session], "warm spare")):
+        state = folded(f.Stamped(T0 + i, "w", fact) for i, fact in enumerate(told))
+        assert state.node_state(state.of_member("m0003-a"), T0 + 9)[1] == words
+
+
 @given(st.integers(0, 10**9), st.floats(20, 370))
 @settings(max_examples=40, deadline=None)
 def test_order_does_not_matter(seed, until):

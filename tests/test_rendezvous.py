@@ -21,6 +21,7 @@ from harness.agent.membership import Ears
 from harness.agent.rendezvous import Rendezvous
 from harness.bucket.epochs import newest_epoch
 from harness.bucket.layout import NO_EPOCH, Epoch, Member, epoch_key
+from harness.uploader.holders import ChunkServers
 from harness.uploader.nearby import Nearby, NearbyConfig
 from storage.files import MemoryStore
 
@@ -48,7 +49,9 @@ class Place:
     def __init__(self):
         self.store, self.clock, self.lines = MemoryStore("memory://rdzv", {}), Ticks(), {}
 
-    def member(self, name, nproc=1, attempt=0, replica_ranks=1, worlds=()) -> Rendezvous:
+    def member(
+        self, name, nproc=1, attempt=0, replica_ranks=1, worlds=(), meshes=None
+    ) -> Rendezvous:
         lines = self.lines[name] = Lines(name, "127.0.0.1", pulse_s=0.2)
         me = Member(name, "ready", 0, "127.0.0.1", lines.port, 29500, nproc=nproc, attempt=attempt)
         r = Rendezvous(
@@ -56,6 +59,7 @@ class Place:
             **{"beat_s": 1.0, "dead_s": 5.0, "join_window_s": 1.0, "monotonic": self.clock},
             replica_ranks=replica_ranks,
             worlds=worlds,
+            meshes=meshes,
         )
         r.say()
         return r
@@ -363,7 +367,7 @@ def test_odd_chunk_places_and_secrets_cost_only_the_peer_tier(tmp_path, odd):
     near = Nearby(
         store, "a", tmp_path / "a", NearbyConfig(peer="memory", memory_nbytes=1000), lambda: []
     )
-    assert near.told()["peers"] == [] and near.told()["secret"]
+    assert ChunkServers(store).of("b") is None and near.told()["secret"]
     near.close()
     store.put("rdzv/secret.json", odd)
     near = Nearby(

@@ -2,9 +2,8 @@
 
 Joins the rendezvous, starts the script's workers with torchrun's environment, watches for notices,
 and leaves a mark when something is wanted of the workers; they agree at a step boundary, snapshot
-and leave. It knows nothing of torch (its start costs a fraction of a second and no GPU memory) and
-nothing of SkyPilot. It starts plain processes rather than torch elastic's PContext, which answers
-the first worker that leaves by killing those that are still saving.
+and leave. It knows nothing of torch (so it starts at once) nor of SkyPilot. It starts plain
+processes, not torch elastic's PContext, which kills those that are still saving.
 
 This file is one turn of the loop: it feeds what happens to `machine.py`, which decides what a node
 does about it, and to `ends.py`, which judges how an epoch ended; and it carries out what they say.
@@ -121,7 +120,7 @@ class Agent:
             dead_s=c.timing.dead_s,
             min_members=c.worlds.min_members,
             replica_ranks=c.worlds.replica_ranks,
-            mesh=c.worlds.mesh,
+            meshes=c.worlds.meshes,
             worlds=c.worlds.ranks,
             over=self._run.is_over,
             monotonic=host.monotonic,
@@ -143,16 +142,17 @@ class Agent:
         self._hearing.stop()
         self._workers.close()
         self._uploads.settle(self._settle_s())
-        if code in (DRAINED, FINISHED):
+        self.rendezvous.leave(end=self._past.end.value if self._past.end else "")
+        if code in (DRAINED, FINISHED):  # nobody waits for us any more
+            self._uploads.settle(self._settle_s(), near=code == DRAINED)
             self._acknowledge()
         self._uploads.close()
-        self.rendezvous.leave(end=self._past.end.value if self._past.end else "")
         self._lines.close()
         self.journal.record(AgentEnded(self.name, code, self._past.reason))
         with contextlib.suppress(StoreError):  # helpers that end now may tell of it
             self.journal.flush()
         self._helpers.end(wait_s=45.0 if code == FINISHED else 3.0)
-        with contextlib.suppress(StoreError):  # our last words; their loss changes nothing
+        with contextlib.suppress(StoreError):  # our last words
             self.journal.flush()
 
     def _acknowledge(self) -> None:

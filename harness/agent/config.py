@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.agent.leaderless import LOOK_EVERY_S
-from harness.core.mesh import ModelMesh, copy_ranks
+from harness.core.meshes import MeshChoice
 from harness.node import progress
 from harness.uploader.nearby import NearbyConfig
 
@@ -81,14 +81,11 @@ class Worlds:
     """What a world is made of."""
 
     min_members: int = 1
-    replica_ranks: int = 1  # that are given the same samples; only whole replicas train
-    mesh: ModelMesh | None = None  # how ranks share one copy of the model; only whole copies train
+    # that are given the same samples, where no mesh says it; only whole replicas train
+    replica_ranks: int = 1
+    # how ranks share one copy of the model, in order of preference; only whole copies train
+    meshes: MeshChoice | None = None
     ranks: tuple[int, ...] = ()  # only so many train; (): any number
-
-    @property
-    def copy_ranks(self) -> int:
-        """That hold one copy of the model together."""
-        return copy_ranks(self.mesh, self.replica_ranks)
 
 
 @dataclass(frozen=True)

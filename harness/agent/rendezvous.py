@@ -34,9 +34,10 @@ from harness.agent.membership import LIST_S, BeatTimes, Ears, Membership
 from harness.bucket.epochs import newest_epoch, read_epoch
 from harness.bucket.layout import Epoch, Member, epoch_key, member_key
 from harness.core import values
-from harness.core.mesh import ModelMesh, copy_ranks
+from harness.core.mesh import ModelMesh, parse
+from harness.core.meshes import MOST_MESHES, MeshChoice
 from harness.core.values import BadObject, NewerProtocol
-from harness.core.world import WrongProtocol, meeting_place, whole_replicas
+from harness.core.world import BadInput, WrongProtocol, meeting_place, whole_replicas
 from storage.errors import NotFound, StoreError
 from storage.objects import ObjectStore
 
@@ -71,9 +72,9 @@ class _Moments:
 class Rendezvous:
     """One member's view. `beat_s`: how often it says that it lives; `dead_s`: silence that means
     death; `calm_s` takes the place of `beat_s` while we train and hear everybody over lines.
-    `replica_ranks`: a world is made of whole replicas of so many ranks; `mesh`: and of whole copies
-    of the model that are so; `worlds`: the only numbers
-    of ranks that it may have, if any are given; who is left over waits.
+    `replica_ranks`: a world is made of whole replicas of so many ranks; `meshes`: or of whole
+    copies of the model that are shared so; `worlds`: the only numbers of ranks that it may have, if
+    any are given; who is left over waits.
     `over`: is the run finished? Then no epoch is begun any more."""
 
     def __init__(
@@ -88,7 +89,7 @@ class Rendezvous:
         join_window_s: float = 1.0,
         min_members: int = 1,
         replica_ranks: int = 1,
-        mesh: ModelMesh | None = None,
+        meshes: MeshChoice | None = None,
         worlds: tuple[int, ...] = (),
         over: Callable[[], bool] = lambda: False,
         monotonic: Callable[[], float] = time.monotonic,
@@ -97,7 +98,7 @@ class Rendezvous:
         self._beats = BeatTimes(beat_s, dead_s, max(calm_s, beat_s))
         self.others = Membership(store, lines, self._beats, monotonic)
         self._join_window_s, self.min_members = join_window_s, min_members
-        self._replica_ranks, self._mesh, self._worlds = replica_ranks, mesh, worlds
+        self._replica_ranks, self._meshes, self._worlds = replica_ranks, meshes, worlds
         self._monotonic, self._over = monotonic, over
         self._last = _Moments()
         self.is_over = False  # it was, when the next epoch's time had come: there is none
@@ -259,14 +260,28 @@ class Rendezvous:
         ]
 
     def would_grow(self, current: Epoch, waiting: list[Member], max_world: int | None) -> bool:
-        """Would the world have more ranks if `waiting` got in? Who makes no whole replica waits."""
+        """Would the world have more ranks, or a better mesh, if `waiting` got in? Who makes no
+        whole replica waits."""
         sizes = [*current.nproc, *(m.nproc for m in waiting)]
-        found = self._choose(sizes, max_world)
-        return sum(sizes[i] for i in found) > current.world
+        mesh, found = self._choose(sizes, max_world)
+        better = bool(found) and self._place(str(mesh or "")) < self._place(current.mesh)
+        return better or sum(sizes[i] for i in found) > current.world
 
-    def _choose(self, sizes: list[int], max_world: int | None) -> list[int]:
-        whole = copy_ranks(self._mesh, self._replica_ranks)
-        return whole_replicas(sizes, whole, max_world, self._worlds)
+    def _choose(
+        self, sizes: list[int], max_world: int | None
+    ) -> tuple[ModelMesh | None, list[int]]:
+        """The next world's mesh, and who is in it. With meshes `max_world` is in replicas."""
+        if self._meshes is not None:
+            return self._meshes.choose(sizes, max_world, self._worlds)
+        return None, whole_replicas(sizes, self._replica_ranks, max_world, self._worlds)
+
+    def _place(self, mesh: str) -> int:
+        """In the order of preference; last: what was not asked for."""
+        found = None
+        if self._meshes is not None and mesh:
+            with contextlib.suppress(BadInput):  # a word of another version
+                found = self._meshes.place(parse(mesh))
+        return MOST_MESHES if found is None else found
 
     def try_form(self, max_world: int | None) -> Epoch | None:
         """The newest epoch if we are in it and have not taken part yet; else create the next
@@ -298,7 +313,8 @@ class Rendezvous:
         ready = [m for m in ready if m.place == where]
         sizes = [m.nproc for m in ready]
         # what does not fit (more replicas than micro-batches, less than a replica) stays as a spare
-        chosen = [ready[i] for i in self._choose(sizes, max_world)]
+        mesh, places = self._choose(sizes, max_world)
+        chosen = [ready[i] for i in places]
         if self.me.place != where or len(ready) < self.min_members or not chosen:
             self._last.settled_s = None
             if fresh_start and self._time_to_ask():
@@ -309,17 +325,17 @@ class Rendezvous:
             self._last.settled_s = now
         # Whoever comes first in the order creates the epoch; the others step in should it fail to.
         turn = next(i for i, m in enumerate(ready) if m.member == self.me.member)
-        if (
-            now - self._last.settled_s
-            < (self._join_window_s if fresh_start else 0.0) + TURN_S * turn
-        ):
+        wait_s = self._join_window_s if fresh_start else 0.0
+        if self._meshes is not None and self._may_be_better(str(mesh), last):
+            wait_s = max(wait_s, self._meshes.wait_s)
+        if now - self._last.settled_s < wait_s + TURN_S * turn:
             return None
         if unproven := self.others.hearsay(last.members):
             self.others.suspect(unproven)
             return None
         if self.others.look_again(last.members):
             return None
-        proposal = self._propose(last, ready, chosen)
+        proposal = self._propose(last, ready, chosen, mesh)
         if self.me.member not in proposal.members:
             return None
         self._last.settled_s = None
@@ -349,7 +365,15 @@ class Rendezvous:
         # possible.
         return (before.get(m.member, len(before)), m.attempt, m.member)
 
-    def _propose(self, last: Epoch, ready: list[Member], chosen: list[Member]) -> Epoch:
+    def _may_be_better(self, mesh: str, last: Epoch) -> bool:
+        """Who is missing for a better mesh may come soon: there was one until now, or the run
+        begins."""
+        mine = self._place(mesh)
+        return mine > 0 and (not last.epoch or self._place(last.mesh) < mine)
+
+    def _propose(
+        self, last: Epoch, ready: list[Member], chosen: list[Member], mesh: ModelMesh | None
+    ) -> Epoch:
         failed = [m for m in ready if m.failure]
         if last.epoch == 0 or not any(m.member in last.members for m in chosen):
             reason = "start"
@@ -380,6 +404,6 @@ class Rendezvous:
             streak=streak,
             failure=failure,
             failure_step=step,
-            replica_ranks=self._replica_ranks,
-            mesh=str(self._mesh or ""),
+            replica_ranks=self._replica_ranks if mesh is None else mesh.replica_ranks,
+            mesh=str(mesh or ""),
         )

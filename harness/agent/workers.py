@@ -191,6 +191,7 @@ class Workers:
             "HARNESS_REPLICA": self._config.beside.replica,
             "HARNESS_REPLICA_RANKS": epoch.replica_ranks,
             "HARNESS_MESH": epoch.mesh,
+            "HARNESS_MESHES": config.worlds.meshes or "",
             "HARNESS_WORLDS": ",".join(map(str, config.worlds.ranks)),
             "HARNESS_EPOCH": epoch.epoch,
             "HARNESS_MARK": self._mark_path,

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from harness.bucket.layout import ARCHIVE, FACTS, IDENTITY
 from harness.core import steady
 from harness.core.given_files import yaml_given
-from harness.core.mesh import mesh_told, parse, replica_ranks_told
+from harness.core.mesh import ModelMesh, replica_ranks_told
+from harness.core.meshes import meshes_told, parse_choice
 from harness.core.world import BadInput
 from storage.objects import ObjectStore
 from storage.opening import open_store
@@ -89,15 +90,21 @@ def _of_sources(parser: str, text: str) -> None:
 def replica_ranks(env: Mapping[str, str]) -> int:
     """Ranks that hold one copy of the model together, as HARNESS_REPLICA_RANKS says, or else
     HARNESS_MESH; 1 without them. Raises BadInput."""
-    mesh = mesh_told(env)
+    mesh = wanted_mesh(env)
     return replica_ranks_told(env) or (1 if mesh is None else mesh.replica_ranks)
+
+
+def wanted_mesh(env: Mapping[str, str]) -> ModelMesh | None:
+    """The first that HARNESS_MESH says; None without it. Raises BadInput."""
+    meshes = meshes_told(env)
+    return None if meshes is None else meshes.wanted
 
 
 def mesh_text(text: str) -> None:
     """Raises ValueError that says what is wanted."""
     try:
         if text:
-            parse(text)
+            parse_choice(text)
     except BadInput as e:
         raise ValueError(str(e)) from None
 

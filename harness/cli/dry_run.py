@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from harness.cli.common import DONE, RealClock, replica_ranks
-from harness.core.mesh import mesh_told
+from harness.cli.common import DONE, RealClock, replica_ranks, wanted_mesh
 from harness.core.world import BadInput, Wait
 from storage.errors import NotFound
 from storage.objects import ObjectStore
@@ -63,7 +62,7 @@ def show_plan(
             measured=timed,
             budget_usd=run.budget_usd,
             replica_ranks=replica_ranks(task.envs),
-            mesh=mesh_told(task.envs),
+            mesh=wanted_mesh(task.envs),
         )
     finally:
         cloud.close()

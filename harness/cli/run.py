@@ -33,7 +33,8 @@ from harness.cli.variables import (
 )
 from harness.core.config import Bounds, flag, positional
 from harness.core.given_files import output_folder, readable_file
-from harness.core.mesh import mesh_told, parse, replica_ranks_told
+from harness.core.mesh import replica_ranks_told
+from harness.core.meshes import meshes_told, parse_choice
 from harness.core.steps_asked import StepsAsked
 from harness.core.world import BadInput
 from harness.node.progress import FACTOR, Limits
@@ -104,10 +105,13 @@ class RunFlags(RecordFlags):
     )
     mesh: str = flag(
         "",
-        "how ranks share one copy of the model, such as dp_shard=8,tp=2 (docs/MESHES.md): only "
-        "whole copies train, nodes that are left over wait; default: HARNESS_MESH, else each rank "
-        "by itself",
+        "how ranks share one copy of the model, such as dp_shard=8,tp=2, or several in order of "
+        "preference, such as 'dp_shard=8|auto:2..4' (docs/MESHES.md): only whole copies train, "
+        "nodes that are left over wait; default: HARNESS_MESH, else each rank by itself",
         check=mesh_text,
+    )
+    mesh_wait_s: float = flag(
+        30.0, "how long a world waits for a mesh that is preferred to what can be had", at_least=0
     )
     worlds: str = flag(
         "",
@@ -185,9 +189,9 @@ class RunFlags(RecordFlags):
     )
     disk_tier_dir: str = flag("", "where; default: the node's scratch folder", check=output_folder)
     peer_tier: str = flag(
-        "off",
-        "memory, disk: nodes keep a copy of a neighbour's share there, and read from each other "
-        "before the bucket",
+        "memory",
+        "where each node keeps a copy of a neighbour's share of a snapshot, so that nodes take the "
+        "state from each other before the bucket; off: nowhere",
         choices=["off", "memory", "disk"],
     )
     peer_encrypt: bool = flag(
@@ -442,13 +446,14 @@ def _worlds(flags: RunFlags, env: Mapping[str, str]) -> Worlds:
     """What a world is made of. Raises BadInput if none can be."""
     from harness.agent.config import Worlds
 
-    model = parse(flags.mesh) if flags.mesh else mesh_told(env)
+    meshes = parse_choice(flags.mesh) if flags.mesh else meshes_told(env)
+    meshes = meshes and replace(meshes, wait_s=flags.mesh_wait_s)
     # a flag is stronger than the environment
     said = flags.replica_ranks or (None if flags.mesh else replica_ranks_told(env))
-    size = said or (1 if model is None else model.replica_ranks)
-    if model is not None and size != model.replica_ranks:
+    each = [] if meshes is None else meshes.fixed
+    if other := [mesh for mesh in each if said and said != mesh.replica_ranks]:
         raise BadInput(
-            f"--mesh {model}: its replicas have {model.replica_ranks} ranks, found {size} "
+            f"--mesh {other[0]}: its replicas have {other[0].replica_ranks} ranks, found {said} "
             "(--replica-ranks, HARNESS_REPLICA_RANKS); leave one of the two out"
         )
     try:
@@ -456,18 +461,20 @@ def _worlds(flags: RunFlags, env: Mapping[str, str]) -> Worlds:
     except ValueError as e:
         raise BadInput(f"HARNESS_WORLDS: {e}") from None
     nproc = _nproc(flags.nproc, env)
-    found = Worlds(flags.min_nodes, size, model, ranks)
-    if model is not None and nproc % model.tp:
+    size = said if said and meshes is None else 1
+    found = Worlds(flags.min_nodes, size, meshes, ranks)
+    if split := [mesh for mesh in each if nproc % mesh.tp]:
         raise BadInput(
-            f"--mesh {model}: wanted a node's workers in whole groups of {model.tp} (tp), found "
-            f"{nproc}: matrix products that cross the network are slower than one GPU; use a "
+            f"--mesh {split[0]}: wanted a node's workers in whole groups of {split[0].tp} (tp), "
+            f"found {nproc}: matrix products that cross the network are slower than one GPU; use a "
             "smaller tp, or nodes with more GPUs"
         )
-    if ranks and not any(n >= nproc and not n % found.copy_ranks for n in ranks):
+    whole = [n for n in ranks if (meshes.makes(n) if meshes else not n % size)]
+    if ranks and not any(n >= nproc for n in whole):
+        of = f"of the mesh {meshes}" if meshes else f"of {size}"
         raise BadInput(
             f"--worlds {','.join(map(str, ranks))}: wanted a number of ranks that this node's "
-            f"{nproc} can be part of, in whole replicas of {found.copy_ranks}; found none: all "
-            "would wait for ever"
+            f"{nproc} can be part of, in whole replicas {of}; found none: all would wait for ever"
         )
     return found
 

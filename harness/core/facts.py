@@ -8,10 +8,10 @@ bucket.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from harness.core.values import Amount, Count, Reading
+from harness.core.values import Amount, Count, Natural, Reading
 
 KINDS: dict[str, type[Fact]] = {}
 
@@ -329,7 +329,8 @@ class SessionStarted(Fact):
     parallel: str = ""
     device: str = ""
     restore_s: float = 0.0
-    tier: str = "bucket"
+    tier: str = "bucket"  # of rank 0
+    read_nbytes: dict[str, Natural] = field(default_factory=dict)  # of all ranks, by tier
 
 
 @dataclass(frozen=True)

@@ -132,12 +132,6 @@ def parse(text: str) -> ModelMesh:
     return mesh_of(sizes)
 
 
-def mesh_told(environ: Mapping[str, str]) -> ModelMesh | None:
-    """As HARNESS_MESH says; None without it. Raises BadInput."""
-    text = environ.get("HARNESS_MESH", "")
-    return parse(text) if text else None
-
-
 def replica_ranks_told(environ: Mapping[str, str]) -> int | None:
     """As HARNESS_REPLICA_RANKS says; None without it. Raises BadInput."""
     text = environ.get("HARNESS_REPLICA_RANKS", "")

@@ -29,7 +29,7 @@ from harness.bucket.journal import read_records
 from harness.bucket.layout import IDENTITY, SAMPLES, Identity
 from harness.core import records as rec
 from harness.core.batch import replicas_of
-from harness.core.mesh import parse
+from harness.core.meshes import parse_choice
 from harness.core.values import BadObject
 from harness.core.world import BadInput, HarnessError
 from storage.errors import NotFound
@@ -94,7 +94,7 @@ def replay(
     replicas_of(world, replica_ranks)
     mesh = os.environ.get("HARNESS_MESH") or _mesh_of(store, original[start + 1].epoch)
     if mesh:
-        parse(mesh).sizes(world)
+        parse_choice(mesh).of_world(world)
     copy = open_store(str(scratch))
     _copy(store, copy, source.load(found[start]))
     extra = {

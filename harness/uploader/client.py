@@ -34,11 +34,14 @@ from storage.upload import Uploader, UploadJob, UploadOutcome
 
 # the longest wait for an answer of the uploader (making a big segment takes seconds)
 ANSWER_S = 30.0
-CONNECT_S = 5.0  # ... for its start; then the trainer sends for itself
+CONNECT_S = 15.0  # ... for its start; then the trainer sends for itself
+FREE_S = 10.0  # ... until it no longer reads a segment that is needed
 AGENT_ANSWER_S = 2.0  # the agent has more to do than to wait
 BUFFERS = 2  # one being sent, one being filled
 NICE = 10
+NEAR_S = 20.0  # the longest that a node which leaves stays for its neighbour to have what it holds
 Done = Callable[[UploadOutcome], None]
+Free = Callable[[], None]
 FileRange = tuple[str, int, int]  # file, start, end
 
 
@@ -52,7 +55,8 @@ class Courier(Protocol):
         """It is not needed after all."""
 
     def send(self, job: UploadJob, segment: Segment, done: Done) -> None:
-        """Hand over; the segment is free again when `done` has been told."""
+        """Hand over. The segment is free again when `done` has been told, or some time later: who
+        needs one asks for it by `segment`."""
 
     def held(self, ref: Ref) -> dict[str, Any]:
         """Where a snapshot lies nearer than in the bucket, as `nearby.tiers_for` takes it; {}:
@@ -99,8 +103,11 @@ def sign_seen(sign: Sign | None) -> tuple[int, bool] | None:
 
 @dataclass
 class _Slot:
+    """`near`: what it holds is committed, and on its way to nearer tiers."""
+
     segment: Segment
     busy: bool = False
+    near: bool = False
 
 
 class Local:
@@ -171,7 +178,7 @@ class Line:
                 time.sleep(0.05)
         self._numbers, self._lock = itertools.count(), threading.Lock()
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
-        self._later: dict[int, tuple[UploadJob, Done]] = {}
+        self._later: dict[int, tuple[UploadJob, Done, Free]] = {}
         self._on_lost, self.lost = on_lost, False
         threading.Thread(target=self._read, name="uploader-line", daemon=True).start()
 
@@ -191,10 +198,11 @@ class Line:
             raise StageFull(answer["error"])
         return answer
 
-    def send(self, job: UploadJob, path: str, done: Done) -> None:
-        """`done` is told the outcome. Raises ConnectionError."""
+    def send(self, job: UploadJob, path: str, done: Done, free: Free = lambda: None) -> None:
+        """`done` is told the outcome; `free`, that nobody needs the segment any more. Raises
+        ConnectionError."""
         number = next(self._numbers)
-        self._later[number] = job, done
+        self._later[number] = job, done, free
         self._say({"do": "send", "n": number, "job": job.to_dict(), "path": path})
 
     def _say(self, body: dict[str, Any]) -> None:
@@ -210,10 +218,14 @@ class Line:
                 number = body["n"]
                 if number in self._answers:
                     self._answers.pop(number).put(body)
-                elif "outcome" in body:
-                    self._later.pop(number)[1](UploadOutcome.from_dict(body["outcome"]))
+                    continue
+                job, done, free = self._later[number]
+                if body.get("free") or "error" in body:
+                    del self._later[number]
+                    free()
+                if "outcome" in body:
+                    done(UploadOutcome.from_dict(body["outcome"]))
                 elif "error" in body:
-                    job, done = self._later.pop(number)
                     done(
                         UploadOutcome(
                             job.ref,
@@ -245,14 +257,13 @@ class Remote:
         self._slots: list[_Slot] = []
         self._pending: dict[Ref, tuple[UploadJob, Segment, Done]] = {}
         self._lock, self._reserving = threading.Lock(), threading.Lock()
+        self._freed = threading.Condition()
         self._line = Line(folder, on_lost=self._take_over)
 
     def segment(self, nbytes: int) -> Segment:
         with self._reserving:
-            for slot in self._slots:
-                if not slot.busy and slot.segment.nbytes == max(1, nbytes):
-                    slot.busy = True
-                    return slot.segment
+            if (segment := self._free_one(nbytes)) is not None:
+                return segment
             unused = [str(s.segment.path) for s in self._slots if not s.busy]  # of another size
             self._slots = [s for s in self._slots if s.busy]
             try:
@@ -266,6 +277,10 @@ class Remote:
             except ConnectionError:
                 return self._fallback.segment(nbytes)
             except StageFull as e:
+                with self._freed:  # it stops copying for that
+                    self._freed.wait_for(lambda: not any(s.near for s in self._slots), FREE_S)
+                if (segment := self._free_one(nbytes)) is not None:
+                    return segment
                 if self._slots:
                     raise
                 print(f"harness: {e}; snapshots are staged in the trainer's own memory", flush=True)
@@ -273,27 +288,44 @@ class Remote:
             self._slots.append(_Slot(Segment.open(Path(answer["path"])).touch(), busy=True))
             return self._slots[-1].segment
 
+    def _free_one(self, nbytes: int) -> Segment | None:
+        for slot in self._slots:
+            if not slot.busy and slot.segment.nbytes == max(1, nbytes):
+                slot.busy = True
+                return slot.segment
+        return None
+
     def give_back(self, segment: Segment) -> None:
         self._fallback.give_back(segment)
-        for slot in self._slots:
-            if slot.segment is segment:
-                slot.busy = False
+        with self._freed:
+            for slot in self._slots:
+                if slot.segment is segment:
+                    slot.busy = slot.near = False
+            self._freed.notify_all()
 
     def send(self, job: UploadJob, segment: Segment, done: Done) -> None:
-        if not any(slot.segment is segment for slot in self._slots):
+        slot = next((slot for slot in self._slots if slot.segment is segment), None)
+        if slot is None:
             self._fallback.send(job, segment, done)
             return
 
         def landed(outcome: UploadOutcome) -> None:
             with self._lock:
                 self._pending.pop(job.ref, None)
-            self.give_back(segment)
+            slot.near = slot.busy
             done(outcome)
 
+        def free() -> None:
+            self.give_back(segment)
+
+        def sent_from_here(outcome: UploadOutcome) -> None:
+            free()
+            landed(outcome)
+
         with self._lock:
-            self._pending[job.ref] = job, segment, landed
+            self._pending[job.ref] = job, segment, sent_from_here
         try:
-            self._line.send(job, str(segment.path), landed)
+            self._line.send(job, str(segment.path), landed, free)
         except OSError:
             # it died; had it our job, then `_take_over` was called, and does nothing the second
             # time
@@ -303,6 +335,8 @@ class Remote:
         """The token is the same, so sending a share again is harmless."""
         with self._lock:
             pending, self._pending = list(self._pending.values()), {}
+        for slot in [slot for slot in self._slots if slot.near]:
+            self.give_back(slot.segment)
         for job, segment, landed in pending:
             self._fallback.send(job, segment, landed)
 
@@ -357,7 +391,7 @@ def seen_here(parent: Path | None = None) -> Callable[[Manifest], dict[str, floa
         for line in lines:
             with contextlib.suppress(OSError, StoreError):
                 held = line.ask("held", answer_s=AGENT_ANSWER_S, ref=manifest.ref.name)["near"]
-                for tier in tiers_for(manifest, {**held, "peers": []}):
+                for tier in tiers_for(manifest, held):
                     if isinstance(tier, SegmentTier | FolderTier):
                         chunks.setdefault(tier.name, set()).update(tier.list())
         return {name: found for name, ids in chunks.items() if (found := share(manifest, ids))}
@@ -427,10 +461,14 @@ class NodeUploader:
         self._deadline_s = deadline_s
         self._ask("drain", deadline_s=deadline_s)
 
-    def settle(self, wait_s: float) -> None:
-        """Until nothing is under way, or `wait_s`."""
-        until_s = time.monotonic() + wait_s
-        while self.busy() and time.monotonic() < until_s:
+    def settle(self, wait_s: float, near: bool = False) -> None:
+        """Until nothing is under way to the bucket, or `wait_s`. `near`: nor to a nearer tier, or
+        `NEAR_S`."""
+        until_s = time.monotonic() + (min(wait_s, NEAR_S) if near else wait_s)
+        while time.monotonic() < until_s:
+            said = self._ask("busy")
+            if not said or not said["near" if near else "busy"]:
+                break
             time.sleep(0.05)
 
     def close(self) -> None:

@@ -12,15 +12,18 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.bucket.epochs import newest_epoch
-from harness.bucket.layout import SECRET, ChunkServerAt, chunks_key, secret_of
+from harness.bucket.epochs import newest_epoch, read_epoch
+from harness.bucket.layout import NO_EPOCH, SECRET, ChunkServerAt, chunks_key, secret_of
 from harness.core.values import BadObject
 from harness.core.world import BadInput
+from harness.uploader.holders import ChunkServers, Holders
 from storage.errors import StoreError
 from storage.folder_tiers import FolderTier, OwnedFolder
 from storage.manifest import Manifest, Ref
@@ -32,8 +35,10 @@ from storage.tiers import SegmentTier, Tier, blocks, chunks_of
 
 NEAR = "near"  # the folder in the stage
 KEEP_NEAR = 2  # snapshots in a node's tiers: the newest, and the one before should it turn out bad
-PEERS_ASKED = 8  # of a big world; one that is dead may cost a time-out
 PEER_TIERS = ("off", "memory", "disk")
+LANES = 4  # blocks on their way to a neighbour at once
+ASKED_S = 5.0  # the longest wait for the bucket to say what peers need to know of each other
+AGAIN_S = 10.0  # after it did not
 
 
 @dataclass(frozen=True)
@@ -95,34 +100,56 @@ class Nearby:
         self._owned: list[OwnedFolder] = []
         self._kept: dict[Ref, Manifest] = {}
         self._neighbour: tuple[int, PeerTier] = (0, PeerTier([], ""))  # by epoch
+        self._servers = ChunkServers(store)
+        self._turn = 0  # copying that began in an older one stops
+        self._secret = ""  # until the bucket has answered
         self._server: ChunkServer | None = None
+        self._asked, self._closed = threading.Event(), threading.Event()
         if config.share or config.peer == "memory":
             self._folders.append(FolderTier("memory", stage / NEAR, config.memory_nbytes))
         if config.disk_nbytes:
             self._open_disk(Path(config.disk_root))
         if config.peer == "disk" and not self._owned:
             self.config = config = replace(config, peer="off")
-        if config.peer != "off":
-            store.create(SECRET, json.dumps(secrets.token_hex(32)).encode())
-            # who can read the bucket may read its chunks from peers as well
-            self._secret = _secret(store.get(SECRET))
-            if self._secret:
-                keep = next(f for f in self._folders if f.name == config.peer)
-                self._server = ChunkServer(
-                    lambda: [*staged(), *self._folders],
-                    config.addr,
-                    self._secret,
-                    keep,
-                    sealed=config.encrypt,
-                )
-                at = ChunkServerAt(config.addr, self._server.port)
-                store.create(chunks_key(member), at.encode())
-            else:
-                print(
-                    f"harness: {store.url}/{SECRET} is not what we make; nodes keep nothing for "
-                    "each other (delete it)",
-                    flush=True,
-                )
+        if config.peer == "off":
+            self._asked.set()
+        else:
+            threading.Thread(target=self._serve, args=(staged,), daemon=True).start()
+
+    def _serve(self, staged: Callable[[], Sequence[Tier]]) -> None:
+        """Open to peers as soon as the bucket answers: no worker of ours waits for that."""
+        while not self._closed.is_set():
+            try:
+                self._open_to_peers(staged)
+                return
+            except StoreError as e:
+                print(f"harness: nodes keep nothing for each other so far: {e}", flush=True)
+            finally:
+                self._asked.set()
+            self._closed.wait(AGAIN_S)
+
+    def _open_to_peers(self, staged: Callable[[], Sequence[Tier]]) -> None:
+        store, config = self.store, self.config
+        store.create(SECRET, json.dumps(secrets.token_hex(32)).encode())
+        # who can read the bucket may read its chunks from peers as well
+        if not (secret := _secret(store.get(SECRET))):
+            print(
+                f"harness: {store.url}/{SECRET} is not what we make; nodes keep nothing for "
+                "each other (delete it)",
+                flush=True,
+            )
+            return
+        keep = next(f for f in self._folders if f.name == config.peer)
+        serves = [*self._folders]
+        server = ChunkServer(
+            lambda: [*staged(), *serves], config.addr, secret, keep, sealed=config.encrypt
+        )
+        try:
+            store.create(chunks_key(self.member), ChunkServerAt(config.addr, server.port).encode())
+        except StoreError:
+            server.close()
+            raise
+        self._secret, self._server = secret, server
 
     def _open_disk(self, root: Path) -> None:
         """A folder on this node's disk, unless it is another user's: it is not needed."""
@@ -136,19 +163,30 @@ class Nearby:
     def fill(self, manifest: Manifest, parts: Mapping[str, memoryview]) -> None:
         """A snapshot is committed, and these parts (key -> content) of it are ours: to the
         disk, and to the neighbour."""
+        self._asked.wait(ASKED_S)
         disks: list[Tier] = [f for f in self._folders if f.name == "disk"]
         peers: list[Tier] = [self._neighbour_in(manifest.epoch)] if self._server is not None else []
         if not disks and not peers:
             return
-        for key, content in parts.items():
-            for chunks in blocks(manifest.part(key), content):
-                for tier in [*disks, *peers]:
-                    tier.put(chunks)
+
+        turn = self._turn
+
+        def put(chunks: dict[str, bytes | memoryview]) -> None:
+            for tier in [*disks, *peers] if turn == self._turn else []:
+                tier.put(chunks)
+
+        with ThreadPoolExecutor(LANES, "near") as lanes:
+            for key, content in parts.items():
+                list(lanes.map(put, blocks(manifest.part(key), content)))
         self._kept[manifest.ref] = manifest
         for old in sorted(self._kept)[:-KEEP_NEAR]:
             del self._kept[old]
         for folder in self._folders:
             folder.keep(chunks_of(self._kept.values()))
+
+    def hurry(self) -> None:
+        """What is copied now need not be whole."""
+        self._turn += 1
 
     def _neighbour_in(self, epoch: int) -> PeerTier:
         if self._neighbour[0] != epoch:
@@ -161,7 +199,7 @@ class Nearby:
             found = [
                 at
                 for name in after[:1]
-                if name != self.member and (at := self._where(name)) is not None
+                if name != self.member and (at := self._servers.of(name)) is not None
             ]
             self._neighbour = epoch, PeerTier(found, self._secret, sealed=self.config.encrypt)
         return self._neighbour[1]
@@ -172,23 +210,16 @@ class Nearby:
         except (StoreError, BadObject):
             return []
 
-    def _where(self, member: str) -> tuple[str, int] | None:
-        with contextlib.suppress(StoreError, BadObject):
-            found = ChunkServerAt.decode(self.store.get(chunks_key(member)))
-            return found.addr, found.port
-        return None
-
     def told(self) -> dict[str, Any]:
         """What a worker of ours needs to know, as plain data: for `tiers_for`."""
         found: dict[str, Any] = {
             "folders": [[f.name, str(f.root), f.budget_nbytes] for f in self._folders]
         }
+        self._asked.wait(ASKED_S)
         if self._server is not None:
-            members = self._members()
-            i = members.index(self.member) if self.member in members else 0
-            around = [m for m in (members[i + 1 :] + members[:i]) if m != self.member][:PEERS_ASKED]
             found |= {
-                "peers": [at for m in around if (at := self._where(m)) is not None],
+                "member": self.member,
+                "members": self._members(),
                 "secret": self._secret,
                 "sealed": self.config.encrypt,
             }
@@ -202,6 +233,7 @@ class Nearby:
                     folder.drop(id)
 
     def close(self) -> None:
+        self._closed.set()
         if self._server is not None:
             self._server.close()
         for owned in self._owned:
@@ -215,9 +247,11 @@ def _secret(data: bytes) -> str:
     return ""
 
 
-def tiers_for(manifest: Manifest, held: Mapping[str, Any]) -> list[Tier]:
+def tiers_for(
+    manifest: Manifest, held: Mapping[str, Any], store: ObjectStore | None = None
+) -> list[Tier]:
     """The tiers of this node, nearest first; `held` is what its uploader says of the snapshot
-    ({}: there is none)."""
+    ({}: there is none). `store`: the run's, which says where peers are; None: without them."""
     places = {
         key: (str(path), int(start), int(end))
         for key, (path, start, end) in held.get("parts", {}).items()
@@ -226,7 +260,12 @@ def tiers_for(manifest: Manifest, held: Mapping[str, Any]) -> list[Tier]:
     tiers += [
         FolderTier(name, Path(folder), nbytes) for name, folder, nbytes in held.get("folders", [])
     ]
-    if held.get("peers"):
-        peers = [(str(addr), int(port)) for addr, port in held["peers"]]
-        tiers.append(PeerTier(peers, held["secret"], sealed=held["sealed"]))
+    if store is not None and held.get("secret"):
+        try:
+            written_by = read_epoch(store, manifest.epoch)
+        except (StoreError, BadObject):
+            written_by = NO_EPOCH
+        servers = ChunkServers(store)
+        holders = Holders(manifest, written_by, held["members"], held["member"], servers)
+        tiers.append(PeerTier([], held["secret"], sealed=held["sealed"], holders=holders))
     return tiers

@@ -9,19 +9,15 @@ segments.
 
     reserve   a segment for one more snapshot of a rank            held    where a committed
               snapshot lies near (nearby.py)
-    send      a job; its outcome is told when it is known          drain   there is a deadline;
-              busy: how many shares are not written
+    send      a job; its outcome is told when it is known, and     drain   there is a deadline;
+              when its segment is free again                       busy: how many shares are not
+                                                                   written
 
 Without an agent a session uses `Local`: the same engine on threads of the trainer's process. Knows
 nothing of torch.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from harness.uploader.client import Done, FileRange
 
 import contextlib
 import json
@@ -35,7 +31,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.bucket.heads import signed
 from harness.bucket.journal import Journal
@@ -51,10 +47,14 @@ from storage.objects import ObjectStore
 from storage.opening import open_store
 from storage.own_folders import NotOurs, check_caller
 from storage.snapshots import Snapshots
-from storage.staging import Segment, Segments
+from storage.staging import Segment, Segments, StageFull
 from storage.tiers import SegmentTier
 from storage.upload import Forecast, Uploader, UploadJob, UploadOutcome
 
+if TYPE_CHECKING:
+    from harness.uploader.client import FileRange
+
+TellLater = Callable[[dict[str, Any]], None]
 CONNECTIONS = (
     128  # at once: the agent, workers of this node and of the epoch before, a person or two
 )
@@ -161,9 +161,7 @@ class UploadServer:
             raise ConnectionError(f"no request: {e}") from e
         answer: dict[str, Any] | None
         try:
-            answer = self._answer(
-                request, lambda outcome: say({"n": number, "outcome": outcome.to_dict()})
-            )
+            answer = self._answer(request, lambda body: say({"n": number, **body}))
         except StoreError as e:
             answer = {"error": str(e)}
         except NO_REQUEST as e:
@@ -171,13 +169,13 @@ class UploadServer:
         if answer is not None:
             say({"n": number, **answer})
 
-    def _answer(self, request: dict[str, Any], done: Done) -> dict[str, Any] | None:
-        """None: the outcome will be the answer."""
+    def _answer(self, request: dict[str, Any], later: TellLater) -> dict[str, Any] | None:
+        """None: the answer comes `later`, in one piece or two."""
         match request.pop("do"):
             case "reserve":
                 return {"path": str(self._reserve(**request).path)}
             case "send":
-                self._send(UploadJob.from_dict(request["job"]), request["path"], done)
+                self._send(UploadJob.from_dict(request["job"]), request["path"], later)
                 return None
             case "held":
                 return {
@@ -187,7 +185,9 @@ class UploadServer:
                 self._drain(request["deadline_s"])
                 return {}
             case "busy":
-                return {"busy": self.uploader.busy()}
+                with self._lock:
+                    near = sum(k.busy and k.ref is not None for k in self._kept.values())
+                return {"busy": self.uploader.busy(), "near": near}
             case what:
                 return {"error": f"the uploader does not know {what!r}"}
 
@@ -200,28 +200,38 @@ class UploadServer:
                     self.segments.drop(Path(path))
                     del self._kept[path]
             self.nearby.shared_no_more()
-            segment = self.segments.create(nbytes)
+            try:
+                segment = self.segments.create(nbytes)
+            except StageFull:
+                self.nearby.hurry()  # who asks may have one of those that are copied
+                raise
             self._kept[str(segment.path)] = _Kept(segment, rank, epoch)
             return segment
 
-    def _send(self, job: UploadJob, path: str, done: Done) -> None:
+    def _send(self, job: UploadJob, path: str, later: TellLater) -> None:
+        """Tells the outcome when it is known, and that the segment is free when the nearer tiers
+        have had what they can of it: nobody waits for these."""
         with self._lock:
             kept = self._kept[path]
             kept.busy, kept.ref, kept.parts, kept.tier = True, None, {}, None
 
         def landed(outcome: UploadOutcome) -> None:
-            if (
-                outcome.state == "committed"
-                and self.nearby.config.keeps
-                and self._deadline_s is None
-            ):
-                self._fill(kept, job, outcome)
+            in_a_hurry = self._deadline_s is not None and self.uploader.busy()
+            near = (
+                outcome.state == "committed" and self.nearby.config.keeps and not in_a_hurry
+            )
             with self._lock:
-                kept.busy = False
+                kept.busy = near
                 if outcome.state in ("committed", "waiting"):
                     kept.ref = job.ref
                     kept.parts = {key: job.files[name] for key, name in outcome.parts.items()}
-            done(outcome)
+            later({"outcome": outcome.to_dict(), "free": not near})
+            if near:
+                try:
+                    self._fill(kept, job, outcome)
+                finally:
+                    kept.busy = False
+                    later({"free": True})
 
         self.uploader.submit(
             job, kept.segment.view, landed, lambda forecast: self._expect(forecast, job)

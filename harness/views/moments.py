@@ -28,6 +28,7 @@ from harness.views.interruption import HURTS, MOMENTS, Moment
 from harness.views.ledger import SAME_EVENT_S
 from harness.views.rows import EpochRow
 from harness.views.testimony import Testimony
+from harness.views.words import nbytes
 
 SMALL_WORLD = 16  # of so many nodes everyone's leaving is told; else of those that it is about
 OMENS_S = 600.0  # what a GPU or a guard reported so long before may belong to it
@@ -180,7 +181,8 @@ class _Teller:
         yield Moment("formed", begun[0] if begun else epoch.started_s, "", _ranks(epoch.world))
         if session := self.told.session(epoch.epoch):
             t, s = session
-            where = f"step {s.resumed_step} from {s.tier} in {s.restore_s:.1f} s"
+            read = [f"{tier} ({nbytes(n)})" for tier, n in s.read_nbytes.items()]
+            where = f"step {s.resumed_step} from {', '.join(read) or s.tier} in {s.restore_s:.1f} s"
             yield Moment("restored", t, "", where if s.resumed_step else "nothing to restore")
 
     def of_the_end(self) -> Iterator[Moment]:

@@ -389,6 +389,9 @@ def _restores(facts: Sequence[Stamped]) -> dict[str, float]:
     for session in restored:
         key = f"restore/from_{name_of(session.tier)}"
         found[key] = found.get(key, 0) + 1
+        for tier, count in session.read_nbytes.items():
+            key = f"restore/bytes_from_{name_of(tier)}"
+            found[key] = found.get(key, 0) + count
     return found
 
 

@@ -410,7 +410,10 @@ class LiveState:
         if member and member in self.training():
             return "green", "training" if self.epoch in self.sessions else "joining"
         if member:
-            return "cyan", "ready" if self.epoch else "waiting for the first world"
+            if not self.epoch:
+                return "cyan", "waiting for the first world"
+            # the others train, and have room for it at the next change
+            return "cyan", "warm spare" if self.epoch in self.sessions else "ready"
         return ("cyan", "booting") if n.up_s is not None else ("dim", "asked for")
 
 

@@ -188,6 +188,7 @@ class Hands:
                 device=torch.cuda.get_device_name(self._peers.device) if on_gpu else "cpu",
                 restore_s=restore_s,
                 tier=self._resume.tier,
+                read_nbytes=self._resume.read_nbytes,
             )
         )
 

@@ -11,7 +11,7 @@ import datetime
 import functools
 import math
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -23,10 +23,9 @@ from harness.core.mesh import (
     DP_REPLICATE,
     ModelMesh,
     copy_ranks,
-    mesh_of,
-    mesh_told,
     replica_ranks_told,
 )
+from harness.core.meshes import AskedMesh, choice_of, meshes_told
 from harness.core.world import BadInput, HarnessError
 from harness.node.progress import ProgressFile, WorkerPhase
 from harness.worker.hidden import ONE_GPU
@@ -81,7 +80,7 @@ class Peers:
         self,
         environ: dict[str, str],
         replica_ranks: int | None = None,
-        asked_mesh: Mapping[str, int] | None = None,
+        asked_mesh: AskedMesh | None = None,
     ):
         """Raises BadInput."""
         self.life = ProgressFile(environ.get("HARNESS_PROGRESS"))
@@ -89,7 +88,7 @@ class Peers:
         self.rank = int(environ.get("RANK", 0))
         self.local_rank = int(environ.get("LOCAL_RANK", 0))
         self.world = int(environ.get("WORLD_SIZE", 1))
-        self.model_mesh = _model_mesh(environ, asked_mesh)
+        self.model_mesh = _model_mesh(environ, asked_mesh, self.world)
         self.replica_ranks = _replica_ranks(environ, replica_ranks, self.model_mesh)
         self.copy_ranks = copy_ranks(self.model_mesh, self.replica_ranks)
         if self.model_mesh is not None:
@@ -271,15 +270,19 @@ class Peers:
             dist.barrier(group=self.control)
 
 
-def _model_mesh(environ: dict[str, str], asked: Mapping[str, int] | None) -> ModelMesh | None:
-    """What the environment says, or else what the script asks for. Raises BadInput."""
-    told, wanted = mesh_told(environ), mesh_of(asked) if asked else None
-    if wanted is not None and told is not None and wanted != told:
+def _model_mesh(environ: dict[str, str], asked: AskedMesh | None, world: int) -> ModelMesh | None:
+    """What the environment says, or else what the script asks for, in a world of so many ranks.
+    Raises BadInput."""
+    choice, wanted = meshes_told(environ), choice_of(asked) if asked else None
+    if choice is None:
+        return None if wanted is None else wanted.of_world(world)
+    told = choice.of_world(world)
+    if wanted is not None and wanted.place(told) is None:
         raise BadInput(
             f"attach(mesh=...) wants {wanted}: this world was formed of copies that are {told}; "
             f"start its nodes with `harness run --mesh {wanted}` (or HARNESS_MESH={wanted})"
         )
-    return wanted if told is None else told
+    return told
 
 
 def _replica_ranks(

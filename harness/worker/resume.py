@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import time
+from collections import Counter
 from pathlib import Path
 
 from harness.core.facts import SnapshotQuarantined, Warned
@@ -67,7 +68,8 @@ class LastSeen:
 
 
 class Resume:
-    """`tier`: where the last restore found its bytes."""
+    """`tier`: where the last restore found its bytes; `read_nbytes`: how many all ranks together
+    found in each."""
 
     def __init__(
         self,
@@ -86,7 +88,8 @@ class Resume:
         self._replica = (
             functools.partial(open_store, second, retry_within_s=REPLICA_S) if second else None
         )
-        self.tier = "bucket"
+        self.tier, self._found = "bucket", Counter[str]()
+        self.read_nbytes: dict[str, int] = {}
 
     def restore(self) -> Manifest | None:
         """Every rank loads the same snapshot; None: there is none. Raises UnfitHosts,
@@ -130,6 +133,8 @@ class Resume:
         self._peers.life.tell()
         said = self._peers.gather((self._peers.host, why, silent))
         if not bad_hosts(said):
+            found = self._peers.gather(dict(self._found))
+            self.read_nbytes = dict(sum(map(Counter, found), Counter()))
             if self._peers.rank == 0:
                 restore.done(ref)
             return manifest, False
@@ -151,10 +156,11 @@ class Resume:
 
     def _load_newest(self, ref: Ref, snapshots: Snapshots, look: int) -> Manifest:
         manifest = snapshots.load(ref)
-        tiers = tiers_for(manifest, self._hold.courier.held(ref)) if look == 0 else []
+        held = self._hold.courier.held(ref) if look == 0 else {}
+        tiers = tiers_for(manifest, held, snapshots.store) if held else []
         near = Tiered(snapshots.store, manifest, tiers, self._wrong_tier, replica=self._replica)
         self._training.load(manifest, Snapshots(near))
-        self.tier = near.tier
+        self.tier, self._found = near.tier, near.read_nbytes
         return manifest
 
     def _refuse_hosts(self, unfit: dict[str, str]) -> None:

@@ -17,6 +17,7 @@ from harness.bucket.layout import IDENTITY, Epoch, Identity, epoch_key
 from harness.core import records as rec
 from harness.core.facts import Fact, Warned
 from harness.core.masking import learn
+from harness.core.meshes import parse_choice
 from harness.core.values import BadObject, canonical
 from harness.core.world import BadInput, whole_replicas
 from harness.uploader.client import fact_of
@@ -60,6 +61,8 @@ class Run:
             )
         )
         self._worlds = tuple(map(int, filter(None, environ.get("HARNESS_WORLDS", "").split(","))))
+        meshes = environ.get("HARNESS_MESHES", "")  # that this run may have; "": this one, or none
+        self._meshes = parse_choice(meshes) if meshes else None
         self.token = secrets.token_hex(4)
         writer = f"worker-e{self.epoch:06d}-{self.token}"
         # every rank has a token of its own; only rank 0 tells of what all ranks do
@@ -175,6 +178,9 @@ class Run:
                 sizes = read_epoch(self.store, self.epoch).nproc
             except (NotFound, BadObject):
                 return False  # it was not formed in the bucket
+            if self._meshes is not None:
+                replicas = room // self.peers.replica_ranks
+                return self._meshes.choose(sizes, replicas, self._worlds)[0] is not None
             return bool(whole_replicas(sizes, self.peers.copy_ranks, room, self._worlds))
 
         return bool(self.peers.agree(look))

@@ -30,6 +30,7 @@ from torch import nn
 from harness.bucket.journal import Journal
 from harness.core.batch import Batching, Plan, TooManyRanks
 from harness.core.losses import RunLosses
+from harness.core.meshes import AskedMesh
 from harness.core.world import BadInput
 from harness.node.progress import WorkerPhase
 from harness.worker import machine
@@ -75,7 +76,7 @@ class Options:
     keep: Keep
     reduce: str
     replica_ranks: int | None
-    mesh: Mapping[str, int] | None
+    mesh: AskedMesh | None
     timeout_s: float | None
     backend: str | None
     deterministic: bool | None
@@ -417,7 +418,7 @@ def attach(
     keep_ages_h: Sequence[float] = AGES_H,
     reduce: str = "fast",
     replica_ranks: int | None = None,
-    mesh: Mapping[str, int] | None = None,
+    mesh: AskedMesh | None = None,
     timeout_s: float | None = None,
     backend: str | None = None,
     deterministic: bool | None = None,
@@ -442,10 +443,10 @@ def attach(
     that comes for the first time after the first step ("exact32").
 
     `replica_ranks`: ranks that hold one copy of the model together, for `prepare(strategy=...)`;
-    default HARNESS_REPLICA_RANKS, which `harness run --replica-ranks` sets, else 1. `mesh`: how the
-    ranks of one copy share it, {"dp_shard": 8, "tp": 2} (docs/MESHES.md); default HARNESS_MESH,
-    which `harness run --mesh` sets. `timeout_s`: of an exchange between ranks; None: torch's
-    default. `backend`: of the process group; None: gloo, and nccl for what is on GPUs.
+    default HARNESS_REPLICA_RANKS, which `harness run --replica-ranks` sets, else 1. `mesh`: how
+    they share it, {"dp_shard": 8, "tp": 2} or several to choose from (docs/MESHES.md); default
+    HARNESS_MESH, which `harness run --mesh` sets. `timeout_s`: of an exchange between ranks; None:
+    torch's default. `backend`: of the process group; None: gloo, and nccl for what is on GPUs.
     `deterministic`: None: on GPUs, with exact sums, torch is asked for deterministic kernels, and
     warns where it has none; True: always, and torch raises there; False: torch's choice is left
     alone. `votes_late`: what the ranks want is counted one step later, so that no step waits for
@@ -463,7 +464,7 @@ def attach(
     set, CUBLAS_WORKSPACE_CONFIG=:4096:8.
 
     It reads what torchrun and the agent say (RANK, ..., HARNESS_RUN, EPOCH, MARK, PROGRESS, STAGE,
-    SPEEDS, PLACE, REPLICA, REPLICA_RANKS, MESH), and what people may set: HARNESS_HOST,
+    SPEEDS, PLACE, REPLICA, REPLICA_RANKS, MESH, MESHES), and what people may set: HARNESS_HOST,
     UNTIL_STEP, LOOK_AGAIN_S, ALLOW_REWIND, PROFILE, ON_CHANGE, DIFF, OWNER, PROJECT, EXPERIMENT,
     PURPOSE, and what the bucket's client reads (docs/STORES.md). Raises BadInput, StoreError.
     """

@@ -24,6 +24,8 @@ from harness.bucket.layout import (
 from harness.bucket.streamed import STEP
 from harness.core import records as rec
 from harness.core.facts import AttemptIntended, RunEnded
+from harness.core.mesh import parse
+from harness.core.meshes import MeshChoice
 from harness.proof import invariants
 from harness.proof.invariants import Changed, Violation, Written, _committed, _facts
 from harness.proof.system.access import Deleted
@@ -89,6 +91,34 @@ class GreatestCommitted(invariants.GreatestStep):
                 self.look(event.t)
         elif not (isinstance(event, Written) and event.key.startswith(EPOCHS)):
             super().see(event)
+
+
+@dataclass
+class MeshChecker:
+    """An epoch has a mesh that was asked for, whole copies of it, and none that its own members
+    could have had before."""
+
+    meshes: MeshChoice
+
+    def see(self, event: Any) -> None:
+        if not (isinstance(event, Written) and event.key.startswith(EPOCHS)):
+            return
+        epoch = Epoch.decode(event.data)
+        mesh = parse(epoch.mesh) if epoch.mesh else None
+        place = self.meshes.place(mesh) if mesh else None
+        if mesh is None or place is None or epoch.world % mesh.copy_ranks:
+            raise Violation(
+                f"mesh: epoch {epoch.epoch} has {epoch.world} ranks of the mesh {epoch.mesh!r}, "
+                f"wanted whole copies of one of {self.meshes}"
+            )
+        for better in self.meshes.each[:place]:
+            found, _ = MeshChoice((better,)).choose(epoch.nproc, None)
+            if found is not None:
+                raise Violation(
+                    f"mesh: epoch {epoch.epoch} has the mesh {mesh}, and its members make {found}"
+                )
+
+    def at_end(self) -> None: ...
 
 
 @dataclass

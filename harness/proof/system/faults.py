@@ -112,6 +112,7 @@ class Setting:
     versions: tuple[str, ...] = ("now",)
     publishes: bool = True
     protocol: int = 1  # that the run speaks; who is of another version speaks the other of 1 and 2
+    meshes: str = ""  # in order of preference, as `harness run --mesh` takes them
 
     @classmethod
     def of(cls, seed: int) -> Setting:
@@ -139,6 +140,7 @@ class Setting:
             skews_s=tuple(rng.uniform(-skew, skew) for _ in range(7)),
             versions=rng.choice((("now",), ("now",), ("now", "before"), ("now", "after"))),
             publishes=rng.random() < 0.3,
+            meshes=rng.choice(("", "", "", "", "dp_shard=4|dp_shard=2|dp_shard=1", "auto:1..4")),
         )
 
 

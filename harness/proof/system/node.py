@@ -232,7 +232,7 @@ class SimUploads:
     def drain(self, deadline_s: float | None) -> None:
         self.deadline_s = deadline_s
 
-    def settle(self, wait_s: float) -> None:
+    def settle(self, wait_s: float, near: bool = False) -> None:
         kernel = self._node.sim.kernel
         until_s = kernel.now_s + wait_s
         while self.busy() and kernel.now_s < until_s:
@@ -352,7 +352,7 @@ class SimNode:
             accelerator=self.offer.name,
             speed=self.offer.speed,
             place=self.offer.place,
-            worlds=Worlds(self.sim.setting.min_nodes),
+            worlds=Worlds(self.sim.setting.min_nodes, meshes=self.sim.meshes),
             timing=TIMING,
             fitness=Fitness(hang=LIMITS, unfit_grace_s=20.0),
         )

@@ -113,6 +113,7 @@ def simpler_than(setting: Setting) -> Iterator[Setting]:
     yield replace(setting, interleaved=0.0)
     yield replace(setting, skews_s=(0.0,))
     yield replace(setting, versions=("now",))
+    yield replace(setting, meshes="")
     yield replace(setting, nproc=1)
     yield replace(setting, offers=setting.offers[:1])
     yield replace(setting, interval=Interval(every_steps=5))

@@ -26,6 +26,7 @@ from harness.bucket.orders import SNAPSHOT
 from harness.controller import policies
 from harness.controller.recovery import RunOutcome, RunSpec, recover
 from harness.core import batch
+from harness.core.meshes import parse_choice
 from harness.core.world import REFUSED, CloudUnavailable, Fenced, Offer, Policy, World
 from harness.proof import invariants
 from harness.proof.invariants import Damaged, Violation
@@ -137,6 +138,7 @@ class WholeSystem:
 
     def __init__(self, seed: int, setting: Setting, faults: Sequence[Fault], build: SystemBuild):
         self.seed, self.setting, self.build, self.faults = seed, setting, build, tuple(faults)
+        self.meshes = parse_choice(setting.meshes) if setting.meshes else None
         self.kernel = Kernel(setting.protocol)
         self.said: list[tuple[float, str, str]] = []
         self.trouble = Trouble(self.kernel, setting.interleaved, setting.calm_s)
@@ -183,6 +185,7 @@ class WholeSystem:
             invariants.NothingLeft(),
             invariants.LedgerChecker(estimated=self.cloud.unlisted),
             checks.WholeSnapshot(store),
+            *([checks.MeshChecker(self.meshes)] if self.meshes else []),
             checks.GreatestCommitted(store),
             checks.FencingChecker(grace_s=100.0),
             checks.EveryStepOnce(
