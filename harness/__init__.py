@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from harness.adapters.deepspeed import deepspeed
     from harness.agent.notices import Notice, NoticeSource
     from harness.bucket.journal import Journal
     from harness.bucket.lease import Lease
@@ -38,8 +39,10 @@ if TYPE_CHECKING:
     )
     from harness.views.plugins import RunInfo
     from harness.watch.watched import Watched, watched
+    from harness.worker.float8 import float8
     from harness.worker.fsdp import fsdp2
     from harness.worker.session import Session, Step, attach
+    from harness.worker.stochastic_rounding import StochasticRounding
 
 __version__ = "0.1.0"
 __all__ = [
@@ -66,6 +69,7 @@ __all__ = [
     "Session",
     "Step",
     "StepRecord",
+    "StochasticRounding",
     "Stop",
     "Terminate",
     "View",
@@ -73,6 +77,8 @@ __all__ = [
     "Watched",
     "World",
     "attach",
+    "deepspeed",
+    "float8",
     "fsdp2",
     "policies",
     "recover",
@@ -89,8 +95,11 @@ _HOMES = {  # of what does not live in harness.core.world
     "Session": "harness.worker.session",
     "Step": "harness.worker.session",
     "StepRecord": "harness.core.records",
+    "StochasticRounding": "harness.worker.stochastic_rounding",
     "Watched": "harness.watch.watched",
     "attach": "harness.worker.session",
+    "deepspeed": "harness.adapters.deepspeed",
+    "float8": "harness.worker.float8",
     "fsdp2": "harness.worker.fsdp",
     "recover": "harness.controller.recovery",
     "watched": "harness.watch.watched",
