@@ -1,5 +1,5 @@
-"""An optimizer of bf16 parameters that rounds each update up or down by chance: `harness.
-StochasticRounding`. Runs in the worker.
+"""An optimizer of bf16 parameters that rounds each update up or down by chance. Runs in the
+worker: `harness.StochasticRounding`.
 
 An update that is less than half of bf16's last place would be lost each time by rounding to the
 nearest; rounded by chance it is right in the mean, without fp32 copies of the weights. The chance
