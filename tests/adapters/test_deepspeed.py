@@ -100,6 +100,13 @@ def test_the_state_of_low_precision_is_kept_to_the_bit(zero, tmp_path, stage):
             assert said[0] and int(said[0][0].split()[-1]) >= 2, said
 
 
+def test_who_is_asked_to_leave_does_so_behind_the_step_with_a_snapshot(zero, plain, tmp_path):
+    zero(2, "--stage", 3, "--leave", 5, codes=(33,))
+    assert newest(tmp_path / "run").step == 5
+    zero(1, "--stage", 3)
+    same_training(tmp_path / "run", plain)
+
+
 def test_weights_of_tokens_and_a_clipping_of_deepspeeds_own(zero, plain, tmp_path):
     zero(1, "--plain", "--tokens", run="tokens")
     zero(3, "--stage", 2, "--tokens")

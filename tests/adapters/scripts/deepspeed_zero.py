@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import signal
 
 import torch
 from dying import die_at
@@ -20,6 +22,7 @@ p.add_argument("--clip", type=float, default=0.5)
 p.add_argument("--plain", action="store_true")
 p.add_argument("--overflow", action="store_true", help="some losses do not fit fp16")
 p.add_argument("--config", default="{}")
+p.add_argument("--leave", type=int, default=0, help="the node is asked to leave in this step")
 a = p.parse_args()
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -73,5 +76,7 @@ for step in run.steps(Numbers(), total=a.total, global_batch=24, micro_batch=4):
         step.backward(found, weight=float(y.sum()) + 1.0 if a.tokens else None)
     step.update(clip_norm=a.clip)
     die_at(str(step.number))
+    if step.number == a.leave:
+        os.kill(os.getpid(), signal.SIGTERM)
 if not a.plain and a.dtype == "fp16":
     print("scale", engine.optimizer.loss_scaler.cur_scale, engine.skipped_steps, flush=True)
