@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from harness.adapters.deepspeed import deepspeed
     from harness.agent.notices import Notice, NoticeSource
     from harness.bucket.journal import Journal
     from harness.bucket.lease import Lease
@@ -42,10 +43,12 @@ if TYPE_CHECKING:
     from harness.worker.context import attention, own_randomness, split_context
     from harness.worker.cross_entropy import chunked_cross_entropy
     from harness.worker.experts import expert_parallel
+    from harness.worker.float8 import float8
     from harness.worker.fsdp import fsdp2
     from harness.worker.pipeline import pipeline
     from harness.worker.pretrained import load_pretrained, model_shape
     from harness.worker.session import Session, Step, attach
+    from harness.worker.stochastic_rounding import StochasticRounding
     from harness.worker.tensor_parallel import tensor_parallel
     from harness.worker.zero import zero1
 
@@ -75,6 +78,7 @@ __all__ = [
     "Session",
     "Step",
     "StepRecord",
+    "StochasticRounding",
     "Stop",
     "Terminate",
     "View",
@@ -84,7 +88,9 @@ __all__ = [
     "attach",
     "attention",
     "chunked_cross_entropy",
+    "deepspeed",
     "expert_parallel",
+    "float8",
     "fsdp2",
     "load_pretrained",
     "model_shape",
@@ -109,11 +115,14 @@ _HOMES = {  # of what does not live in harness.core.world
     "Session": "harness.worker.session",
     "Step": "harness.worker.session",
     "StepRecord": "harness.core.records",
+    "StochasticRounding": "harness.worker.stochastic_rounding",
     "Watched": "harness.watch.watched",
     "attach": "harness.worker.session",
     "attention": "harness.worker.context",
     "chunked_cross_entropy": "harness.worker.cross_entropy",
+    "deepspeed": "harness.adapters.deepspeed",
     "expert_parallel": "harness.worker.experts",
+    "float8": "harness.worker.float8",
     "fsdp2": "harness.worker.fsdp",
     "load_pretrained": "harness.worker.pretrained",
     "model_shape": "harness.worker.pretrained",

@@ -1,6 +1,6 @@
 """Tensors <-> parts of a snapshot, through the planners of torch.distributed.checkpoint. Torch is
-imported here and in `loading.py`, `copying.py`, `fingerprints.py`, `trees.py`, `ranks.py` and
-`state.py`, and nowhere else in `storage`.
+imported here and in `loading.py`, `copying.py`, `fingerprints.py`, `pieces.py`, `trees.py`,
+`ranks.py` and `state.py`, and nowhere else in `storage`.
 
 DCP's planners decide who writes what and who reads what, so FSDP2, TP, HSDP and DDP state is saved
 on one world and loaded on another. The layout beneath is ours: raw little-endian tensor bytes in
@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.tensor import DTensor
 
 from storage.copying import ALIGN, Copying, Filled, Layout, Move, Staged, pin, version_of
 from storage.loading import destinations, like_parameters, load
 from storage.manifest import Manifest, Ref
+from storage.pieces import spread
 from storage.ranks import gathered
 from storage.snapshots import Snapshots
 from storage.staging import ErrandThread
@@ -214,8 +214,7 @@ class Saver:
 
 def _structure(tensors: dict[str, torch.Tensor]) -> tuple[Any, ...]:
     def one(t: torch.Tensor) -> tuple[Any, ...]:
-        spread = (t.device_mesh, t.placements) if isinstance(t, DTensor) else ()
-        return (t.shape, t.dtype, t.device, *spread)
+        return (t.shape, t.dtype, t.device, *spread(t))
 
     return tuple((name, *one(t)) for name, t in tensors.items())
 

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.tensor import DTensor
 
 from storage.manifest import Manifest, SnapshotCorrupt
+from storage.pieces import held_numel
 from storage.snapshots import Memory, Snapshots, scratch
 from storage.trees import path_name
 
@@ -53,8 +53,8 @@ def destinations(
 
     `wanted(name)`: False for those that it does not need either. `like(name, global shape)` returns
     the tensor it belongs to, or None. If that has the same global shape the new one is `empty_like`
-    it (so a DTensor's placement and the device follow), else a plain CPU tensor. Always of the
-    saved dtype.
+    it (so a DTensor's placement, the boxes of pieces and the device follow), else a plain CPU
+    tensor. Always of the saved dtype.
     """
     made = dict(have)
     for name, entry in manifest.tensors.items():
@@ -90,6 +90,8 @@ def _optimizers(value: Any, path: tuple[str, ...]) -> list[tuple[str, list[torch
     order in which it counts them."""
     if hasattr(value, "param_groups"):  # an optimizer, or what wraps one
         parameters = [p for group in value.param_groups for p in group["params"]]
+        if hasattr(value, "parts"):  # what it keeps of each is a part only (ZeRO)
+            parameters = value.parts()
         return [(f"{path_name((*path, 'state'))}/", parameters)]
     inside: list[tuple[str, list[torch.Tensor]]] = []
     if isinstance(value, dict):
@@ -163,7 +165,7 @@ def load_parts(
                     )
                 )
     for name, t in tensors.items():
-        wanted = (t.to_local() if isinstance(t, DTensor) else t).numel()
+        wanted = held_numel(t)
         if planned[name] != wanted:
             raise SnapshotCorrupt(
                 f"{what}: {name!r}: {wanted} elements wanted here, its index has "

@@ -99,7 +99,7 @@ def test_storage_knows_nothing_of_harness():
     for path in (ROOT / "storage").glob("*.py"):
         assert "harness" not in tops(imports(path)), path
         with_torch = ("dcp.py", "loading.py", "trees.py", "copying.py", "fingerprints.py")
-        with_torch += ("ranks.py", "state.py")
+        with_torch += ("pieces.py", "ranks.py", "state.py")
         if path.name not in with_torch:
             assert "torch" not in tops(imports(path)), path
 

@@ -18,6 +18,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from storage.fingerprints import fingerprint
+from storage.pieces import Pieces
 
 # tensors up to this are looked at for every snapshot, if anything but an optimizer changes them
 SMALL_NBYTES = 1 << 20
@@ -49,14 +50,14 @@ class Held:
 
 
 def held(tensors: Mapping[str, torch.Tensor], plain: Any, within_replicas: bool = False) -> Held:
-    """All that should be the same on all ranks. Of sharded tensors only name, shape and dtype; if
-    they are split within replicas, this rank's shards as well."""
+    """All that should be the same on all ranks. Of sharded tensors and pieces only name, shape and
+    dtype; if they are split within replicas, this rank's shards as well."""
     hashes, shards = {}, {}
     for name, t in tensors.items():
         kind = f"{t.dtype} {tuple(t.shape)}"
-        if isinstance(t, DTensor):
+        if isinstance(t, DTensor | Pieces):
             hashes[name] = f"sharded {kind}"
-            if within_replicas:
+            if within_replicas and isinstance(t, DTensor):
                 shards[name] = f"{kind} {fingerprint(t.to_local().detach())}"
         else:
             hashes[name] = f"{kind} {fingerprint(t.detach())}"
@@ -72,7 +73,7 @@ def held_aside(
         name: t.detach()
         for name, t in tensors.items()
         if name not in updated
-        and not isinstance(t, DTensor)
+        and not isinstance(t, DTensor | Pieces)
         and t.numel() * t.element_size() <= SMALL_NBYTES
     }
     hashes: dict[str, str] = {}

@@ -115,7 +115,9 @@ class OpenStep:
         if training.scaler is not None:
             scaled = training.scaler.scale(scaled)
         training.loads.note()
-        (via or torch.Tensor.backward)(scaled)
+        # an engine (DeepSpeed) goes backward by itself
+        own = getattr(training.strategy, "backward", torch.Tensor.backward)
+        (via or own)(scaled)
         training.strategy.micro_done()
         if not hand.filler:
             self._phase.add(hand.micro, loss, amount, hand.backwards > 0, weight is not None)

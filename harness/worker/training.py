@@ -21,6 +21,7 @@ from harness.worker.exact import exact_strategy_for
 from harness.worker.frozen import Frozen
 from harness.worker.loader import Stream
 from harness.worker.loads import Loads
+from harness.worker.low_bit import load_together, taken_apart
 from harness.worker.norms import Norms, has_sync_norm
 from harness.worker.parallel import Strategy, check_fits, strategy_for
 from harness.worker.peers import Peers
@@ -53,11 +54,11 @@ class _Many:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        return [o.state_dict() for o in self.optimizers]
+        return [taken_apart(o.state_dict()) for o in self.optimizers]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
+            load_together(optimizer, state)
 
 
 class Training:
