@@ -14,7 +14,8 @@ os.environ.setdefault("STORAGE_FSYNC", "0")
 # others; other people's trainers have an environment of their own (`make adapters`).
 PROOFS = (
     *("check_run", "loops_page", "micro_loader", "open_steps", "own_files", "watch_processes"),
-    *("budget", "data_kills", "dcp", "examples", "extending", "floods", "hostile_day", "kills", "longrun"),
+    *("budget", "data_kills", "data_training", "dcp", "examples", "extending", "floods"),
+    *("hostile_day", "kills", "longrun"),
     *("live_faults_of_b30688c", "many_nodes", "meshes", "old_runs", "package", "permissions"),
     *("plan_calibration", "price_waits", "python_versions", "replay", "replicas", "rerun", "secrets"),
     *("sim", "soak", "system", "versions", "wandb_run", "whereabouts"),

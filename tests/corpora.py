@@ -11,7 +11,7 @@ from harness.data.documents import Reading
 from harness.data.prepare import PreparePlan, prepare
 from harness.data.unit_maker import CorpusSettings
 
-WORDS = "the of and a to in is you that it he was for on are as with his they at".split()
+WORDS = ["the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on"]
 
 
 def texts(n, seed=0, words=120):

@@ -217,7 +217,7 @@ def test_a_damaged_index_or_card_is_refused(own, what, damage):
         corrupt(store, key, damage, random.Random(seed))
         if key == CARD and card_is_the_same(store, kept):
             continue  # a flip in the name of a source, say
-        with pytest.raises((CorpusCorrupt, BadInput), match="wanted|was changed"):
+        with pytest.raises((CorpusCorrupt, BadInput), match=r"wanted|was changed"):
             read_all(own)
         store.put(key, kept)
     assert read_all(own)
@@ -284,7 +284,7 @@ def test_who_gives_chunks_need_not_be_trusted():
 
 # ---- what is refused -----------------------------------------------------------------------------
 def test_what_cannot_be_read_is_refused(corpus, tmp_path):
-    with pytest.raises(BadInput, match="found no card.json"):
+    with pytest.raises(BadInput, match=r"found no card\.json"):
         harness.data.Tokens(str(tmp_path))
     with pytest.raises(BadInput, match="found train, validation"):
         harness.data.Tokens(corpus, split="test")

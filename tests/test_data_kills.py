@@ -30,7 +30,7 @@ def test_killed_at_any_moment_and_started_again_makes_the_same(tmp_path):
         # some objects later, and then some
         more = sum(1 for path in folder.rglob("*") if path.is_file()) + rng.randrange(2, 14)
         until(
-            lambda: process.poll() is not None
+            lambda: process.poll() is not None  # noqa: B023
             or sum(1 for path in folder.rglob("*") if path.is_file()) > more,  # noqa: B023
             "objects",
             every_s=rng.choice([0.001, 0.01, 0.05]),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from corpora import command, files, prepared
-from worlds import history, train
+from worlds import history, newest, train
 
 from harness.core.batch import Batching, indices_at
 from harness.core.values import canonical
@@ -84,13 +84,16 @@ def test_verify_finds_who_read_something_else(corpora, calm, tmp_path):
     # the card of the one that was read, in the place of ours: its index does not fit
     shutil.copytree(corpora / "tokens", tmp_path / "posing")
     shutil.copy(tmp_path / "other" / "card.json", tmp_path / "posing")
-    report = None
-    with pytest.raises(Exception, match="wanted an index, found none"):
-        report = proved(tmp_path / "run", tmp_path / "posing")
-    assert report is None
+    report = proved(tmp_path / "run", tmp_path / "posing")
+    assert not report.ok and "wanted an index, found none" in report.first_violation
     # records that were made anew with other contents: the chain holds, the corpus does not
     forged = forge(tmp_path / "run", tmp_path / "forged")
-    assert not proved(forged, tmp_path / "other").ok
+    report = proved(forged, tmp_path / "other")
+    assert [(c.name, c.ok) for c in report.checks if c.name in ("records", "contents")] == [
+        ("records", True),
+        ("contents", False),
+    ]
+    assert "step 9: wanted the contents" in report.checks[-1].detail
     assert other.content in (forged / "run.json").read_text()
 
 
@@ -124,9 +127,9 @@ def test_a_damaged_shard_ends_the_run_with_its_name(corpora, tmp_path):
     store = open_store(str(tmp_path / "damaged"))
     for key in store.list("shards/"):
         corrupt(store, key, "flip", random.Random(1))
-    ended = train(tmp_path / "run", 1, tmp_path / "damaged", script=SCRIPT, expect=None)
-    assert ended.codes != [0] and "nothing of it is trained on" in ended.output
-    assert history(tmp_path / "run") == []
+    ended = train(tmp_path / "run", 1, tmp_path / "damaged", script=SCRIPT, codes=(1,))
+    assert "nothing of it is trained on" in ended.output
+    assert newest(tmp_path / "run") is None
 
 
 def test_the_samples_of_any_step_are_shown(corpora, calm):
