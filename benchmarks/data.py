@@ -1,15 +1,17 @@
-"""How fast a corpus is prepared, beside the speed of its tokenizer alone. No assertions, no network.
+"""How fast a corpus is prepared, beside the speed of its tokenizer alone. No assertions, no
+network.
 
-    python benchmarks/data.py                        # 64 MB of text, bytes as tokens
-    python benchmarks/data.py --tokenizer bpe        # trained here; needs the package tokenizers
-    python benchmarks/data.py --mb 1000 --jobs 2 --rounds 5
+    python benchmarks/data.py                        # BPE, trained here; needs tokenizers
+    python benchmarks/data.py --mb 1000 --rounds 5 --tokenizer path/to/tokenizer.json
 
-Text: this computer's Python standard library, repeated with other numbers in each line up to `--mb`,
-as files of 1 MB. alone: `--jobs` processes that do nothing but tokenize the same texts, which they
-hold in memory, in batches as `prepare` makes them. prepared: `harness data prepare` from those files
-to a folder, begin to end but for the start of its processes, which is told apart: a large corpus
-takes it once. Rounds take turns; the first warms up and is not counted. Medians; the ratio is the
-median of those within a round. Look at the load before you believe it.
+Text: this computer's Python standard library, repeated with other numbers in each line up to
+`--mb`, as files of 1 MB. alone: `--jobs` processes that do nothing but tokenize the same texts,
+which they hold in memory, in batches as `prepare` makes them. prepared: `harness data prepare` from
+those files to a folder, from the plan to the card. Seconds by the wall, and of processors, of all
+processes together: where others use the machine as well, only the latter mean anything. What it
+takes to start the processes and load the tokenizer in each is measured by itself and taken off
+both: a large corpus takes it once. Rounds take turns; the first warms up and is not counted.
+Medians; the ratio is the median of those within a round.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import statistics
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.data.documents import Reading, pieces
@@ -65,56 +68,59 @@ def train_bpe(files: list[Path], to: Path) -> str:
     return str(to)
 
 
-def alone(spec: str, files: list[Path], begin: object, ended: object) -> None:
+def alone(spec: str, files: list[Path]) -> None:
     """One process: tokenize, and nothing else."""
     tokenizer = tokenizer_of(spec)
     texts = [piece for path in files for piece in pieces(path.read_text(), BATCH_LETTERS)]
-    begin.wait()  # type: ignore[attr-defined]
     for text in texts:
         tokenizer.encode([text])
-    ended.wait()  # type: ignore[attr-defined]
 
 
-def time_alone(spec: str, files: list[Path], jobs: int) -> float:
+@dataclass(frozen=True)
+class Took:
+    wall_s: float
+    cpu_s: float
+
+    def __sub__(self, other: Took) -> Took:
+        return Took(self.wall_s - other.wall_s, self.cpu_s - other.cpu_s)
+
+
+def clocked(do: Callable[[], object]) -> Took:
+    """All processes that it starts and waits for, and this one."""
+    wall_s, cpu_s = time.perf_counter(), cpu()
+    do()
+    return Took(time.perf_counter() - wall_s, cpu() - cpu_s)
+
+
+def cpu() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def tokenize(spec: str, files: list[Path], jobs: int) -> None:
     context = multiprocessing.get_context("spawn")
-    begin, ended = context.Barrier(jobs + 1), context.Barrier(jobs + 1)
-    shares = [files[i::jobs] for i in range(jobs)]
-    processes = [context.Process(target=alone, args=(spec, s, begin, ended)) for s in shares]
+    processes = [context.Process(target=alone, args=(spec, files[i::jobs])) for i in range(jobs)]
     for process in processes:
         process.start()
-    begin.wait()
-    start = time.perf_counter()
-    ended.wait()
-    seconds = time.perf_counter() - start
     for process in processes:
         process.join()
-    return seconds
 
 
-def time_prepare(spec: str, folder: Path, jobs: int, unit_mib: int) -> tuple[float, float]:
-    """Seconds of work, and seconds before the first document was read."""
+def make(spec: str, folder: Path, jobs: int, unit_mib: int) -> None:
     settings = CorpusSettings(
         Reading("tokens"), spec, unit_nbytes=unit_mib << 20, shard_nbytes=unit_mib << 20
     )
     with tempfile.TemporaryDirectory(prefix="corpus-", dir=folder.parent) as made:
-        first = 0.0
-        start = time.perf_counter()
-
-        def watch(what: str, done: int, of: int) -> None:
-            nonlocal first
-            first = first or (time.perf_counter() if done else 0.0)
-
-        prepare(made, PreparePlan.of([str(folder)], settings), jobs=jobs, watch=watch)
-        return time.perf_counter() - start, first - start
+        prepare(made, PreparePlan.of([str(folder)], settings), jobs=jobs)
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    p.add_argument("--mb", type=int, default=64)
+    p.add_argument("--mb", type=int, default=64, help="of text")
     p.add_argument("--jobs", type=int, default=2)
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--unit-mib", type=int, default=4)
-    p.add_argument("--tokenizer", default="bytes")
+    p.add_argument("--tokenizer", default="bpe")
     a = p.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory(prefix="bench-data-") as root:
@@ -127,17 +133,20 @@ def main() -> None:
             spec = train_bpe(files, Path(root) / "tokenizer.json")
         rows = []
         for _ in range(a.rounds + 1):
-            whole, begun = time_prepare(spec, folder, a.jobs, a.unit_mib)
-            rows.append((time_alone(spec, files, a.jobs), whole, begun))
-        counted = rows[1:]
-        only, whole, begun = (statistics.median(column) for column in zip(*counted, strict=True))
-        ratio = statistics.median(row[0] / (row[1] - row[2]) for row in counted)
+            begun = clocked(lambda: tokenize(spec, [], a.jobs))
+            only = clocked(lambda: tokenize(spec, files, a.jobs)) - begun
+            rows.append((only, clocked(lambda: make(spec, folder, a.jobs, a.unit_mib)) - begun))
         print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors, {a.jobs} jobs")
         print(f"{a.tokenizer}: {nbytes / 1e6:.0f} MB of text, medians of {a.rounds} rounds")
-        print(f"  alone     {only:7.2f} s  {nbytes / only / 1e6:8.1f} MB/s")
-        print(f"  prepared  {whole:7.2f} s  {nbytes / whole / 1e6:8.1f} MB/s, all of it")
-        print(f"  first document read after {begun:.2f} s")
-        print(f"  prepared, without that start, at {ratio:.0%} of the tokenizer's own speed")
+        for name, column in zip(("alone", "prepared"), zip(*rows[1:], strict=True), strict=True):
+            wall_s = statistics.median(one.wall_s for one in column)
+            cpu_s = statistics.median(one.cpu_s for one in column)
+            print(f"  {name:8}  {wall_s:7.2f} s by the wall  {cpu_s:7.2f} s of processors")
+        for what in ("wall_s", "cpu_s"):
+            ratio = statistics.median(
+                getattr(only, what) / getattr(whole, what) for only, whole in rows[1:]
+            )
+            print(f"  prepared at {ratio:.0%} of the tokenizer's own speed ({what})")
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
         print(f"  largest process {peak:.0f} MiB")
 
