@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.data.documents import Reading, pieces
+from harness.data.documents import DocumentRules, pieces
 from harness.data.prepare import PreparePlan, prepare
 from harness.data.tokenizing import tokenizer_of
 from harness.data.unit_maker import BATCH_LETTERS, CorpusSettings
@@ -63,7 +63,7 @@ def train_bpe(files: list[Path], to: Path) -> str:
     from tokenizers import ByteLevelBPETokenizer
 
     made = ByteLevelBPETokenizer()
-    made.train([str(path) for path in files[:4]], 16_000, special_tokens=["<|endoftext|>"])
+    made.train([str(path) for path in files[:2]], 8_000, special_tokens=["<|endoftext|>"])
     made.save(str(to))
     return str(to)
 
@@ -108,7 +108,7 @@ def tokenize(spec: str, files: list[Path], jobs: int) -> None:
 
 def make(spec: str, folder: Path, jobs: int, unit_mib: int) -> None:
     settings = CorpusSettings(
-        Reading("tokens"), spec, unit_nbytes=unit_mib << 20, shard_nbytes=unit_mib << 20
+        DocumentRules("tokens"), spec, unit_nbytes=unit_mib << 20, shard_nbytes=unit_mib << 20
     )
     with tempfile.TemporaryDirectory(prefix="corpus-", dir=folder.parent) as made:
         prepare(made, PreparePlan.of([str(folder)], settings), jobs=jobs)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from worlds import environment
 
-from harness.data.documents import Reading
+from harness.data.documents import DocumentRules
 from harness.data.prepare import PreparePlan, prepare
 from harness.data.unit_maker import CorpusSettings
 
@@ -32,7 +32,7 @@ def files(folder: Path, n=40, seed=0, words=120):
 def settings(kind="tokens", **more):
     how = {name: more.pop(name) for name in ("field", "separator", "errors") if name in more}
     small = {"chunk_nbytes": 1024, "shard_nbytes": 8192, "unit_nbytes": 4096}
-    return CorpusSettings(Reading(kind, **how), **(small | more))
+    return CorpusSettings(DocumentRules(kind, **how), **(small | more))
 
 
 def prepared(url, *sources, kind="tokens", jobs=1, **more):

@@ -21,8 +21,8 @@ from worlds import environment
 
 import harness
 from harness.core.world import BadInput
-from harness.data.documents import Reading, _delimited, pieces
-from harness.data.prepare import Part, PreparePlan, duplicates, prepare
+from harness.data.documents import DocumentRules, _delimited, pieces
+from harness.data.prepare import PreparePart, PreparePlan, duplicates, prepare
 from harness.data.sources import Extent, SourceFile
 from harness.data.tokenizing import tokenizer_of
 from harness.data.unit_maker import CorpusSettings
@@ -53,10 +53,10 @@ def test_any_number_of_processes_and_parts_makes_the_same(sources, tmp_path, mor
     one = prepared(tmp_path / "one", *sources, **more)
     assert prepared(tmp_path / "two", *sources, jobs=2, **more) == one
     plan = PreparePlan.of(list(map(str, sources)), settings(**more))
-    for part in (Part(3, 3), Part(1, 3), Part(2, 3), Part(3, 3)):  # with --dedup all come twice
+    for part in (PreparePart(3, 3), PreparePart(1, 3), PreparePart(2, 3), PreparePart(3, 3)):  # with --dedup all come twice
         card = prepare(str(tmp_path / "three"), plan, part=part)
     for number in (1, 2, 3) if card is None else ():
-        card = prepare(str(tmp_path / "three"), plan, part=Part(number, 3)) or card
+        card = prepare(str(tmp_path / "three"), plan, part=PreparePart(number, 3)) or card
     assert card == one
     assert content(tmp_path / "one") == content(tmp_path / "two") == content(tmp_path / "three")
     assert open_store(str(tmp_path / "one")).list("work/") == []
@@ -74,7 +74,7 @@ def test_any_number_of_processes_and_parts_makes_the_same(sources, tmp_path, mor
 
 def test_other_settings_or_sources_are_not_mixed(sources, tmp_path):
     plan = PreparePlan.of([str(sources[0])], settings())
-    assert prepare(str(tmp_path / "made"), plan, part=Part(1, 2)) is None
+    assert prepare(str(tmp_path / "made"), plan, part=PreparePart(1, 2)) is None
     other = PreparePlan.of([str(sources[0])], settings(seed=1))
     with pytest.raises(BadInput, match="the work of one from other sources or settings"):
         prepare(str(tmp_path / "made"), other)
@@ -135,7 +135,7 @@ def test_pieces_of_a_file_have_all_documents_once(tmp_path, between):
     path.write_bytes(between.join(wanted))
     file = SourceFile(str(path), path.stat().st_size)
     whole = list(_delimited(Extent(file, 0, file.nbytes), between))
-    if Reading("tokens", separator=between.decode()).may_cut:
+    if DocumentRules("tokens", separator=between.decode()).may_cut:
         assert whole == wanted
         for size in (1, 3, 17, 100, 5000):
             cuts = [*range(0, file.nbytes, size), file.nbytes]
@@ -389,5 +389,5 @@ def test_the_command(sources, tmp_path):
 
 
 def test_settings_have_defaults_that_fit():
-    usual = CorpusSettings(Reading("tokens"))
+    usual = CorpusSettings(DocumentRules("tokens"))
     assert usual.shard_nbytes % usual.chunk_nbytes == 0 and usual.tokenizer == "bytes"

@@ -121,8 +121,8 @@ def data(flags: DataFlags) -> int:
 def prepare(flags: PrepareFlags) -> int:
     """Make a corpus of tokens or records; goes on where an earlier one was interrupted."""
     from harness.data.card import RECORDS, TOKENS
-    from harness.data.documents import Reading
-    from harness.data.prepare import Part, PreparePlan
+    from harness.data.documents import DocumentRules
+    from harness.data.prepare import PreparePart, PreparePlan
     from harness.data.prepare import prepare as make
     from harness.data.unit_maker import CorpusSettings
 
@@ -132,7 +132,7 @@ def prepare(flags: PrepareFlags) -> int:
     separator = flags.separator.replace("\\n", "\n").replace("\\t", "\t")
     kind = RECORDS if flags.records else TOKENS
     settings = CorpusSettings(
-        Reading(kind, flags.field, separator, flags.errors),
+        DocumentRules(kind, flags.field, separator, flags.errors),
         "" if flags.records else flags.tokenizer,
         flags.eos,
         flags.held_out,
@@ -150,7 +150,7 @@ def prepare(flags: PrepareFlags) -> int:
     console = Console()
     plan = PreparePlan.of(sources, settings)
     with _bar(console) as watch:
-        part = Part(int(number), int(of))
+        part = PreparePart(int(number), int(of))
         card = make(normalize(url), plan, licence=flags.licence, jobs=jobs, part=part, watch=watch)
     if card is None:
         console.print(

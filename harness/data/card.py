@@ -39,7 +39,7 @@ TOKENS, RECORDS = "tokens", "records"
 _SHARD = np.dtype([("name", "V16"), ("nbytes", "<u8"), ("items", "<u8")])
 
 Int64Array: TypeAlias = NDArray[np.int64]
-Share = Annotated[float, Within(0, 1)]
+HeldOut = Annotated[float, Within(0, 1)]
 
 
 class CorpusCorrupt(HarnessError):
@@ -91,7 +91,7 @@ class Card:
     vocabulary: Natural = 0
     chunk_nbytes: Annotated[int, Within(1, MOST_CHUNK_NBYTES)] = CHUNK_NBYTES
     seed: int = 0
-    held_out: Share = 0.0
+    held_out: HeldOut = 0.0
     dropped: int = -1
     licence: str = ""
     plan: str = ""

@@ -16,7 +16,7 @@ BLOCK_NBYTES = 8 << 20  # of a read
 
 
 @dataclass(frozen=True)
-class Damage:
+class ShardDamage:
     """What is wrong with one object."""
 
     key: str
@@ -25,7 +25,7 @@ class Damage:
 
 def damaged(
     store: ObjectStore, card: Card, tell: Callable[[int], None] = lambda n: None
-) -> Iterator[Damage]:
+) -> Iterator[ShardDamage]:
     """All that is wrong, shard by shard. `tell`: bytes that were read. Raises CorpusCorrupt for an
     index that is damaged, StoreError."""
     for split in card.splits:
@@ -39,19 +39,19 @@ def damaged(
 
 def _wrong(
     store: ObjectStore, index: CorpusIndex, shard: int, tell: Callable[[int], None]
-) -> Damage | None:
+) -> ShardDamage | None:
     key, nbytes = shard_key(index.name(shard)), int(index.shards["nbytes"][shard])
     try:
         if (found := store.size(key)) != nbytes:
-            return Damage(key, f"wanted {nbytes} bytes, found {found}")
+            return ShardDamage(key, f"wanted {nbytes} bytes, found {found}")
         return _wrong_chunk(store, index, shard, key, tell)
     except NotFound:
-        return Damage(key, f"wanted a shard of {nbytes} bytes, found none")
+        return ShardDamage(key, f"wanted a shard of {nbytes} bytes, found none")
 
 
 def _wrong_chunk(
     store: ObjectStore, index: CorpusIndex, shard: int, key: str, tell: Callable[[int], None]
-) -> Damage | None:
+) -> ShardDamage | None:
     size, nbytes = index.chunk_nbytes, int(index.shards["nbytes"][shard])
     chunk = int(index.first_chunks[shard])
     block = max(1, BLOCK_NBYTES // size) * size
@@ -62,7 +62,7 @@ def _wrong_chunk(
         for at in range(0, len(view), size):
             data = view[at : min(at + size, found)]
             if hash_of(data) != index.hashes[chunk].tobytes():
-                return Damage(key, f"the bytes from {start + at} on are not what was prepared")
+                return ShardDamage(key, f"the bytes from {start + at} on are not what was prepared")
             chunk += 1
         tell(len(view))
     return None

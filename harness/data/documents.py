@@ -33,7 +33,7 @@ DEFAULT_FIELDS = {"jsonl": "text", "parquet": "text", "arrow": "text", "tar": "t
 
 
 @dataclass(frozen=True)
-class Reading:
+class DocumentRules:
     """How files become documents. `kind`: tokens or records; `field`: the one with the text ("":
     the usual one); `separator`: what stands between documents of a text file ("": a file is one);
     `errors`: what is done about bytes that are no UTF-8, "strict" or "replace"."""
@@ -53,7 +53,7 @@ class Reading:
         return not any(between.endswith(between[:n]) for n in range(1, len(between)))
 
 
-def documents(extent: Extent, how: Reading) -> Iterator[Document]:
+def documents(extent: Extent, how: DocumentRules) -> Iterator[Document]:
     """Of a piece of a file: texts, or records. Raises BadInput, OSError, StoreError."""
     kind = extent.file.format
     if kind == "function":
@@ -81,7 +81,7 @@ def documents(extent: Extent, how: Reading) -> Iterator[Document]:
 
 
 # ---- text and lines ------------------------------------------------------------------------------
-def _texts(extent: Extent, how: Reading) -> Iterator[bytes]:
+def _texts(extent: Extent, how: DocumentRules) -> Iterator[bytes]:
     if how.separator:
         yield from _delimited(extent, how.separator.encode())
     elif extent.whole:
@@ -127,7 +127,7 @@ def _split(stream: BinaryIO, at: int, between: bytes) -> Iterator[tuple[int, byt
         yield at, bytes(held)
 
 
-def _of_line(line: bytes, how: Reading, file: SourceFile) -> Document:
+def _of_line(line: bytes, how: DocumentRules, file: SourceFile) -> Document:
     if how.kind == RECORDS:
         return {"json": line}
     try:
@@ -139,7 +139,7 @@ def _of_line(line: bytes, how: Reading, file: SourceFile) -> Document:
     return _field_of(row if isinstance(row, dict) else {}, how, file)
 
 
-def _decoded(data: bytes, how: Reading, file: SourceFile) -> str:
+def _decoded(data: bytes, how: DocumentRules, file: SourceFile) -> str:
     try:
         return data.decode(errors=how.errors)
     except UnicodeDecodeError as e:
@@ -150,7 +150,7 @@ def _decoded(data: bytes, how: Reading, file: SourceFile) -> str:
 
 
 # ---- tables --------------------------------------------------------------------------------------
-def _rows(extent: Extent, how: Reading) -> Iterator[Mapping[str, Any]]:
+def _rows(extent: Extent, how: DocumentRules) -> Iterator[Mapping[str, Any]]:
     file = extent.file
     columns = [_field_name(how, file)] if how.kind != RECORDS else None
     with opened(file) as stream:
@@ -179,7 +179,7 @@ def _arrow(stream: BinaryIO, arrow: Any) -> Iterator[Any]:
             yield table.get_batch(i)
 
 
-def _of_row(row: Mapping[str, Any], how: Reading, file: SourceFile) -> Document:
+def _of_row(row: Mapping[str, Any], how: DocumentRules, file: SourceFile) -> Document:
     if how.kind != RECORDS:
         return _field_of(row, how, file)
     return dict(_flat(row))
@@ -218,12 +218,12 @@ def _samples(stream: BinaryIO) -> Iterator[Fields]:
         yield sample
 
 
-def _text_of(record: Fields, how: Reading, file: SourceFile) -> str:
+def _text_of(record: Fields, how: DocumentRules, file: SourceFile) -> str:
     return _decoded(_field(record, how, file), how, file)
 
 
 # ---- a function ----------------------------------------------------------------------------------
-def _of_function(extent: Extent, how: Reading) -> Iterator[Document]:
+def _of_function(extent: Extent, how: DocumentRules) -> Iterator[Document]:
     """`function(part, parts)` gives the documents of that part: texts, records, or token ids."""
     for found in function_of(extent.file)(extent.start, extent.end):
         if isinstance(found, Mapping):
@@ -248,11 +248,11 @@ def function_of(file: SourceFile) -> Any:
 
 
 # ---- fields --------------------------------------------------------------------------------------
-def _field_name(how: Reading, file: SourceFile) -> str:
+def _field_name(how: DocumentRules, file: SourceFile) -> str:
     return how.field or DEFAULT_FIELDS.get(file.format, "text")
 
 
-def _field(row: Mapping[str, Any], how: Reading, file: SourceFile) -> Any:
+def _field(row: Mapping[str, Any], how: DocumentRules, file: SourceFile) -> Any:
     name = _field_name(how, file)
     if row.get(name) is None:
         raise BadInput(
@@ -262,7 +262,7 @@ def _field(row: Mapping[str, Any], how: Reading, file: SourceFile) -> Any:
     return row[name]
 
 
-def _field_of(row: Mapping[str, Any], how: Reading, file: SourceFile) -> str:
+def _field_of(row: Mapping[str, Any], how: DocumentRules, file: SourceFile) -> str:
     found = _field(row, how, file)
     if isinstance(found, bytes):
         return _decoded(found, how, file)

@@ -58,7 +58,7 @@ from storage.opening import open_store
 
 POLL_S = 0.2  # how often progress is shown
 DEDUP_NBYTES = 1 << 30  # of hashes and what sorts them, in memory together
-Watch = Callable[[str, int, int], None]  # what is done, bytes done of how many
+WatchBytes = Callable[[str, int, int], None]  # what is done, bytes done of how many
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class PreparePlan:
 
 
 @dataclass(frozen=True)
-class Part:
+class PreparePart:
     """Which units are ours: every `of`-th from `number` on (1, 2, ...)."""
 
     number: int = 1
@@ -109,8 +109,8 @@ def prepare(
     *,
     licence: str = "",
     jobs: int = 1,
-    part: Part = Part(),
-    watch: Watch = lambda what, done, of: None,
+    part: PreparePart = PreparePart(),
+    watch: WatchBytes = lambda what, done, of: None,
 ) -> Card | None:
     """The card of the corpus; None: other parts are not done yet, and whoever ends last will write
     it. Goes on where an earlier one was interrupted. Raises BadInput, HarnessError, StoreError."""
@@ -169,11 +169,11 @@ def _do(
     store: ObjectStore,
     url: str,
     plan: PreparePlan,
-    part: Part,
+    part: PreparePart,
     jobs: int,
     job: Job,
     key: Callable[[str, int], str],
-    watch: Watch,
+    watch: WatchBytes,
     dropped: dict[int, Int64Array],
 ) -> None:
     """The units of this part that are not done yet."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from harness.core.world import BadInput
 from harness.data.card import CHUNK_NBYTES, DTYPES, HASH_NBYTES, RECORDS, WORK
-from harness.data.documents import Document, Reading, documents, pieces
+from harness.data.documents import Document, DocumentRules, documents, pieces
 from harness.data.framing import framed
 from harness.data.shards import SHARD_NBYTES, ShardWriter, UnitNote
 from harness.data.sources import WorkUnit
@@ -33,7 +33,7 @@ class CorpusSettings:
     for validation; `unit_nbytes`: of sources, that are done at once; `parts`: units of a
     function."""
 
-    reading: Reading
+    reading: DocumentRules
     tokenizer: str = "bytes"
     eos: str = ""
     held_out: float = 0.0
