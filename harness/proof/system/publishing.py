@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.views.plugins import StepRecords, RunInfo
+from harness.views.plugins import RunInfo, StepRecords
 from harness.views.stream import StreamWriter
 from harness.views.trackers import Publisher
 from storage.errors import StoreError
