@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from harness import data
     from harness.adapters.deepspeed import deepspeed
     from harness.agent.notices import Notice, NoticeSource
     from harness.bucket.journal import Journal
@@ -88,6 +89,7 @@ __all__ = [
     "attach",
     "attention",
     "chunked_cross_entropy",
+    "data",
     "deepspeed",
     "expert_parallel",
     "float8",
@@ -141,8 +143,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'harness' has no attribute {name!r}")
     import importlib  # `import harness` takes as long as it must
 
-    if name == "policies":  # a module
-        return importlib.import_module("harness.controller.policies")
+    modules = {"data": "harness.data", "policies": "harness.controller.policies"}
+    if name in modules:
+        return importlib.import_module(modules[name])
     return getattr(importlib.import_module(_HOMES.get(name, "harness.core.world")), name)
 
 

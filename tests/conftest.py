@@ -13,13 +13,13 @@ os.environ.setdefault("STORAGE_FSYNC", "0")
 # Slow proofs, minutes of them: `make proofs` runs these files and nothing else, `make test` all the
 # others; other people's trainers have an environment of their own (`make adapters`).
 PROOFS = (
-    *("budget", "check_run", "context", "dcp", "examples", "expert_worlds", "extending"),
-    *("fine_tuned", "floods", "from_peers", "hostile_day", "kills", "live_faults_of_b30688c"),
-    *("longrun", "loops_page", "many_nodes", "memory", "meshes", "micro_loader", "old_runs"),
-    *("open_steps", "own_files", "package", "permissions", "pipelines", "plan_calibration"),
-    *("price_waits", "python_versions", "replay", "replicas", "rerun", "reshard_meshes", "secrets"),
-    *("sim", "soak", "system", "tensor_parallel", "versions", "wandb_run", "watch_processes"),
-    *("whereabouts", "zero"),
+    *("budget", "check_run", "context", "data_kills", "data_training", "dcp", "examples"),
+    *("expert_worlds", "extending", "fine_tuned", "floods", "from_peers", "hostile_day", "kills"),
+    *("live_faults_of_b30688c", "longrun", "loops_page", "many_nodes", "memory", "meshes"),
+    *("micro_loader", "old_runs", "open_steps", "own_files", "package", "permissions", "pipelines"),
+    *("plan_calibration", "price_waits", "python_versions", "replay", "replicas", "rerun"),
+    *("reshard_meshes", "secrets", "sim", "soak", "system", "tensor_parallel", "versions"),
+    *("wandb_run", "watch_processes", "whereabouts", "zero"),
 )
 _proofs = {f"test_{name}.py" for name in PROOFS}
 _files = {path.name for path in Path(__file__).parent.glob("test_*.py")}

@@ -15,6 +15,7 @@ import harness
 ROOT = Path(__file__).parent.parent
 DOORS = {
     "harness": "harness/__init__.py",
+    "harness.data": "harness/data/__init__.py",
     "harness.policies": "harness/controller/policies.py",
     "harness.testing": "harness/testing/__init__.py",
     "storage": "storage/__init__.py",

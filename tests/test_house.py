@@ -21,6 +21,8 @@ MANY_ATTRIBUTES = {
     "WatchFlags": "one field for each flag of `harness watch`",
     "PlanFlags": "one field for each flag of `harness plan`",
     "RunFlags": "one field for each flag of `harness run`",
+    "PrepareFlags": "one field for each flag of `harness data prepare`",
+    "Card": "an object in the bucket, one field for each key",
     "RunSpec": "one field for each setting of a run",
     "AttemptRow": "a row of a table, one field for each column",
     "EpochRow": "a row of a table, one field for each column",

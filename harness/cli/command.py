@@ -21,6 +21,7 @@ from harness.cli.ask import DownFlags, SnapshotFlags, StopFlags, down, snapshot,
 from harness.cli.check import CheckFlags, check
 from harness.cli.common import FAILED, INTERRUPTED, WRONG_INPUT
 from harness.cli.costs import CostsFlags, PricesFlags, costs, prices
+from harness.cli.data import DataFlags, data
 from harness.cli.init import InitFlags, init
 from harness.cli.launch import LaunchFlags, launch
 from harness.cli.look import LogsFlags, ReportFlags, StatusFlags, logs, report, status
@@ -65,6 +66,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "launch": (LaunchFlags, launch),
     "run": (RunFlags, run),
     "watch": (WatchFlags, watch),
+    "data": (DataFlags, data),
     "status": (StatusFlags, status),
     "report": (ReportFlags, report),
     "serve": (ServeFlags, serve),

@@ -50,6 +50,11 @@ class VerifyFlags:
         "bucket rolled back as a whole is found",
         metavar="FILE",
     )
+    data: str = flag(
+        "",
+        "the corpus that the run read (docs/DATA.md): compare what each step read with its index",
+        metavar="URL",
+    )
 
 
 def verify(flags: VerifyFlags) -> int:
@@ -67,6 +72,10 @@ def verify(flags: VerifyFlags) -> int:
         memory.unlink(missing_ok=True)
     store = existing_store(flags.url)
     found = audit(store, prover=Prover(os.cpu_count() or 1, memory))
+    if flags.data:
+        from harness.views.audit_contents import with_contents
+
+        found = with_contents(found, store, flags.data)
     if key is None:
         found.notes.append(UNSIGNED)
     else:

@@ -42,8 +42,8 @@ class StepRecord:
     metrics: dict[str, Reading] = field(default_factory=dict)
     prev: str = ""
     h: str = ""
-    # like `digest`, of (position, hash of what was read there); only of streams, whose contents
-    # nobody can compute
+    # like `digest`, of (position, hash of what was read there): of streams, whose contents nobody
+    # can compute, and of a corpus (harness/data), whose index says what they must be
     contents: str = ""
     # The position of its first sample, where steps are not all alike (a trainer that is not ours,
     # whose epochs end with a shorter step); -1: as the batching says
@@ -101,7 +101,12 @@ def what_digests_prove(identity: Mapping[str, Any]) -> str:
     "positions" alone (runs that the first version began)."""
     if identity.get("samples"):
         return "samples"
-    return "contents" if identity.get("contents") else "positions"
+    return "contents" if records_contents(identity) else "positions"
+
+
+def records_contents(identity: Mapping[str, Any]) -> bool:
+    """Does each record of the run with this run.json have a hash of contents?"""
+    return bool(identity.get("contents"))
 
 
 def is_foreign(identity: Mapping[str, Any]) -> bool:

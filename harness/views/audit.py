@@ -351,8 +351,9 @@ class _Audit:
             )
         proof = rec.what_digests_prove(self.identity)
         what = "sample" if proof == "samples" else "position"
+        corpus = " (contents are recorded: --data URL compares them with the corpus)"
         only = {
-            "samples": "",
+            "samples": corpus if rec.records_contents(self.identity) else "",
             "contents": " (an iterable dataset: proves positions and counts; contents are recorded "
             "as hashes, which only a second run can"
             " be compared with)",

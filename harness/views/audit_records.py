@@ -99,7 +99,7 @@ def prove(key: str, data: bytes, context: str) -> bytes:
 
 def _obey(key: str, part: list[rec.StepRecord], identity: dict[str, Any]) -> None:
     """The rules that each record must obey by itself. Raises RuleBroken, the newest first."""
-    batching, proof = batching_of(identity), rec.what_digests_prove(identity)
+    batching, hashed = batching_of(identity), rec.records_contents(identity)
     if foreign := rec.is_foreign(identity):
         wanted = np.array([_digest_of(r, batching.global_batch) for r in part], np.uint64)
         _follow_on(key, part)
@@ -107,7 +107,7 @@ def _obey(key: str, part: list[rec.StepRecord], identity: dict[str, Any]) -> Non
         wanted = expected_digests(batching, part[0].step, len(part))
     later_epoch = part[-1].epoch
     for r, right in zip(reversed(part), reversed(wanted.tolist()), strict=True):
-        _rules(f"{key}, step {r.step}", r, batching, f"{right:016x}", proof, foreign)
+        _rules(f"{key}, step {r.step}", r, batching, f"{right:016x}", hashed, foreign)
         if r.epoch > later_epoch:
             raise RuleBroken(_went_back(key, r.step, r.epoch, later_epoch))
         later_epoch = r.epoch
@@ -140,7 +140,7 @@ def _follow_on(key: str, part: list[rec.StepRecord]) -> None:
 
 
 def _rules(
-    where: str, r: rec.StepRecord, batching: Batching, wanted: str, proof: str, foreign: bool
+    where: str, r: rec.StepRecord, batching: Batching, wanted: str, hashed: bool, foreign: bool
 ) -> None:
     if foreign:
         if not 0 < r.samples <= batching.global_batch or r.begins < 0:
@@ -166,7 +166,7 @@ def _rules(
             f"{where}: wanted the samples of (seed {batching.seed}, step {r.step}), digest "
             f"{wanted}; found {r.digest}"
         )
-    if bool(r.contents) != (proof == "contents"):
+    if bool(r.contents) != hashed:
         found = repr(r.contents) if r.contents else "none"
         raise RuleBroken(
             f"{where}: wanted a hash of contents exactly where run.json says that contents are "

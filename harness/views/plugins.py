@@ -50,8 +50,8 @@ class RunInfo:
 __all__ = ["Account", "Place", "build", "metrics", "wandb_key", "wandb_online"]
 
 KNOWN = "wandb, tensorboard, mlflow, jsonl or package.module:function"
-Records = Sequence[rec.StepRecord]
-PlugIn = Callable[[Records, RunInfo], None]
+StepRecords = Sequence[rec.StepRecord]
+PlugIn = Callable[[StepRecords, RunInfo], None]
 
 
 class Tracker(Protocol):
@@ -64,7 +64,7 @@ class Tracker(Protocol):
     def outside(self) -> bool:
         """Acts outside of the bucket, so two publishers must not do it at once."""
 
-    def publish(self, records: Records, info: RunInfo, folder: Path) -> None:
+    def publish(self, records: StepRecords, info: RunInfo, folder: Path) -> None:
         """`folder` is empty and ours; what lies in it afterwards is stored in the bucket with
         the batch."""
 
@@ -100,7 +100,7 @@ class Jsonl:
 
     name, outside = "jsonl", False
 
-    def publish(self, records: Records, info: RunInfo, folder: Path) -> None:
+    def publish(self, records: StepRecords, info: RunInfo, folder: Path) -> None:
         lines = (json.dumps({"step": r.step, "t": r.t, **metrics(r)}) + "\n" for r in records)
         (folder / "metrics.jsonl").write_text("".join(lines))
 
@@ -114,7 +114,7 @@ class Function:
     call: PlugIn
     outside: bool = True
 
-    def publish(self, records: Records, info: RunInfo, folder: Path) -> None:
+    def publish(self, records: StepRecords, info: RunInfo, folder: Path) -> None:
         self.call(records, info)
 
 

@@ -64,7 +64,7 @@ class Reader:
         self.dataset, self.collate = _Keyed(dataset, seed), _Collate(collate_fn)
 
     def read(self, keys: SampleKeys) -> MicroBatch:
-        return self.collate([self.dataset[key] for key in keys])
+        return self.collate(self.dataset.__getitems__(keys))
 
 
 class EpochOrder:

@@ -17,6 +17,7 @@ from harness.worker.loader import (
     MicroBatch,
     Stream,
     fingerprint,
+    has_contents,
     is_map_style,
     map_style,
     read_again,
@@ -94,7 +95,14 @@ class Feed:
             "model": _model_fingerprint(model),
             "reduce": reduce,
         }
-        return identity if mapped else {**identity, "contents": True, **(self._foreign or {})}
+        if mapped and not self.has_contents:
+            return identity
+        return {**identity, "contents": True, **(self._foreign or {})}
+
+    @property
+    def has_contents(self) -> bool:
+        """Is what is read hashed: of a stream, and of a dataset that knows hashes?"""
+        return self.stream is not None or has_contents(self._dataset)
 
     def steps_in(self, epochs: int) -> int:
         """Whole steps in so many passes over the data; what is left of the last pass is less than

@@ -30,13 +30,16 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from harness.core.batch import Batching, Plan, indices, sample_seed
 from harness.core.world import BadInput
 
+Keyed = tuple[int, int, Any, int | None]
+
 
 @dataclass(frozen=True)
 class MicroBatch:
     """`positions`, `samples`: int64 (b,), where in the stream and which of the dataset; `data` as
     the collate function made it.
 
-    Of a stream only: `contents`, int64 (b,), hashes of the items, which `items` are.
+    `contents`, int64 (b,): hashes of what was read, of a stream and of a dataset that knows them
+    (`has_contents`). `items`: of a stream, what they are of.
     """
 
     positions: np.ndarray[Any, Any]
@@ -60,29 +63,41 @@ def seed_everything(seed: int) -> None:
 
 class _Keyed(Dataset[Any]):
     """Reads (position, index) pairs; whatever the sample's own transform draws is a function of
-    (seed, position)."""
+    (seed, position). Gives (position, index, sample, hash of what was read or None)."""
 
     def __init__(self, dataset: Any, seed: int):
         self.dataset, self.seed = dataset, seed
+        self._has_contents = has_contents(dataset)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[int, int, Any]:
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Keyed]:
+        """A micro-batch. A dataset with `read_ahead` fetches it at once."""
+        if (read_ahead := getattr(self.dataset, "read_ahead", None)) is not None:
+            read_ahead([index for _, index in keys])
+        return [self[key] for key in keys]
+
+    def __getitem__(self, key: tuple[int, int]) -> Keyed:
         position, index = key
         seed = sample_seed(self.seed, position)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         # not torch.manual_seed: the devices' generators are not used here
         torch.default_generator.manual_seed(seed)
-        return position, index, self.dataset[index]
+        sample = self.dataset[index]
+        content = int(self.dataset.content_ids([index])[0]) if self._has_contents else None
+        return position, index, sample, content
 
 
 class _Collate:
     def __init__(self, collate: Callable[[list[Any]], Any] | None):
         self.collate = collate or default_collate
 
-    def __call__(self, items: list[tuple[int, int, Any]]) -> MicroBatch:
-        positions, samples, data = zip(*items, strict=True)
+    def __call__(self, items: list[Keyed]) -> MicroBatch:
+        positions, samples, data, contents = zip(*items, strict=True)
         return MicroBatch(
-            np.array(positions, np.int64), np.array(samples, np.int64), self.collate(list(data))
+            np.array(positions, np.int64),
+            np.array(samples, np.int64),
+            self.collate(list(data)),
+            None if contents[0] is None else np.array(contents, np.int64),
         )
 
 
@@ -135,7 +150,7 @@ def read_again(dataset: Any, batching: Batching, step: int, micro: int, collate_
     """The data of one micro-batch of a map-style dataset, read here and now: what a step that
     is done again gets."""
     keyed = _Keyed(dataset, batching.seed)
-    return _Collate(collate_fn)([keyed[key] for key in _keys(batching, step, micro)]).data
+    return _Collate(collate_fn)(keyed.__getitems__(_keys(batching, step, micro))).data
 
 
 class Stream:
@@ -232,6 +247,12 @@ _NOTHING = object()
 
 def is_map_style(dataset: Any) -> bool:
     return hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
+
+
+def has_contents(dataset: Any) -> bool:
+    """Does a map-style dataset know hashes of what it reads, as `harness.data` does?
+    `content_ids(indices)`: int64 (n,)."""
+    return is_map_style(dataset) and callable(getattr(dataset, "content_ids", None))
 
 
 def fingerprint(dataset: Any, by_repr: bool = False) -> str:

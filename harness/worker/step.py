@@ -180,8 +180,8 @@ class Work:
             begins=begins,
         )
         assert self.run.identity is not None
-        stream = self.feed.stream is not None or begins >= 0
-        with_contents = stream and bool(self.run.identity.get("contents"))
+        hashed = self.feed.has_contents or begins >= 0
+        with_contents = hashed and bool(self.run.identity.get("contents"))
         scaled = self.training.scaler is not None
         self.rhythm.note_step(calm=self.snapshotter.quiet)
         self.peers.life.tell(WorkerPhase.COMPUTE, self.run.step)

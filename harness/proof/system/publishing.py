@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.views.plugins import Records, RunInfo
+from harness.views.plugins import RunInfo, StepRecords
 from harness.views.stream import StreamWriter
 from harness.views.trackers import Publisher
 from storage.errors import StoreError
@@ -26,7 +26,7 @@ class LinesTracker:
     name: str = NAME
     outside: bool = False
 
-    def publish(self, records: Records, info: RunInfo, folder: Path) -> None:
+    def publish(self, records: StepRecords, info: RunInfo, folder: Path) -> None:
         lines = (f"{r.step} {r.digest}" for r in records)
         (folder / "steps.txt").write_text("\n".join(lines))
 

@@ -1,0 +1,11 @@
+"""Data as large as a bucket: corpora that are prepared once and read by random access.
+
+`harness data prepare SOURCES... DEST` makes one; `Tokens` and `Records` read it (docs/DATA.md).
+"""
+
+from __future__ import annotations
+
+from harness.data.card import Card, CorpusCorrupt
+from harness.data.reading import Records, Tokens, packed
+
+__all__ = ["Card", "CorpusCorrupt", "Records", "Tokens", "packed"]

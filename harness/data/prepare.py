@@ -1,0 +1,339 @@
+"""`harness data prepare`: sources become a corpus, by any number of processes and machines.
+
+    plan      sources -> units of work, numbered; the same wherever it is made
+    hashes    with --dedup: of all documents; which come twice
+    units     each -> its shards, named by their content, then a note that it is done
+    card      whoever finds all notes there makes the indexes and the card of them
+
+Each object is created once and never changed. Who is killed leaves at most some shards without a
+note, which the next one makes again, to the byte, under the same names. Nothing says who made what,
+so the same sources and settings give the same corpus however they were shared out.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from harness.core.values import canonical, digest
+from harness.core.world import BadInput, HarnessError
+from harness.data.card import (
+    CARD,
+    RECORDS,
+    WORK,
+    Card,
+    CorpusIndex,
+    Int64Array,
+    ShardEntry,
+    SourceCard,
+    SplitCard,
+    hash_of,
+    index_key,
+)
+from harness.data.chunks import card_of
+from harness.data.shards import UnitNote
+from harness.data.sources import SourceFile, WorkUnit, expanded, units_of
+from harness.data.tokenizing import Tokenizer, tokenizer_of
+from harness.data.unit_maker import (
+    TRAIN,
+    CorpusSettings,
+    UnitMaker,
+    hashes_key,
+    note_key,
+    work_folder,
+)
+from harness.node.processes import die_with_parent
+from storage.errors import NotFound
+from storage.objects import ObjectStore, get_each
+from storage.opening import open_store
+
+POLL_S = 0.2  # how often progress is shown
+DEDUP_NBYTES = 1 << 30  # of hashes and what sorts them, in memory together
+WatchBytes = Callable[[str, int, int], None]  # what is done, bytes done of how many
+
+
+@dataclass(frozen=True)
+class PreparePlan:
+    """`digest`: of the sources' names and sizes and of all settings; what two preparations have in
+    common that may share their work."""
+
+    settings: CorpusSettings
+    files: tuple[SourceFile, ...]
+    units: tuple[WorkUnit, ...]
+    tokenizer: Tokenizer | None
+    digest: str
+
+    @property
+    def work(self) -> str:
+        return work_folder(self.digest)
+
+    @staticmethod
+    def of(sources: Sequence[str], settings: CorpusSettings) -> PreparePlan:
+        """Raises BadInput, StoreError."""
+        reading, tokenizer = settings.reading, None
+        if reading.kind != RECORDS:
+            tokenizer = tokenizer_of(settings.tokenizer, settings.eos)
+        files = tuple(expanded(sources))
+        units = units_of(files, settings.unit_nbytes, reading.may_cut, settings.parts)
+        said = {
+            "settings": asdict(settings),
+            "files": [[file.name, file.nbytes] for file in files],
+            "tokenizer": tokenizer.hash if tokenizer else "",
+        }
+        return PreparePlan(settings, files, tuple(units), tokenizer, digest(canonical(said)))
+
+
+@dataclass(frozen=True)
+class PreparePart:
+    """Which units are ours: every `of`-th from `number` on (1, 2, ...)."""
+
+    number: int = 1
+    of: int = 1
+
+    def among(self, units: Iterable[WorkUnit]) -> list[WorkUnit]:
+        return [unit for unit in units if unit.number % self.of == self.number - 1]
+
+
+def prepare(
+    url: str,
+    plan: PreparePlan,
+    *,
+    licence: str = "",
+    jobs: int = 1,
+    part: PreparePart = PreparePart(),
+    watch: WatchBytes = lambda what, done, of: None,
+) -> Card | None:
+    """The card of the corpus; None: other parts are not done yet, and whoever ends last will write
+    it. Goes on where an earlier one was interrupted. Raises BadInput, HarnessError, StoreError."""
+    store = open_store(url)
+    if (made := _made(store, plan)) is not None:
+        return made
+    dropped: dict[int, Int64Array] = {}
+    if plan.settings.dedup:
+        _do(store, url, plan, part, jobs, _hash_unit, hashes_key, watch, {})
+        found = _hashes(store, plan)
+        if found is None:
+            return _made(store, plan)
+        dropped = duplicates(found, sum(map(len, found())))
+    _do(store, url, plan, part, jobs, _make_unit, note_key, watch, dropped)
+    notes = _notes(store, plan)
+    if notes is None:  # or whoever was last is about to finish, or has just done so
+        return _made(store, plan)
+    count = sum(map(len, dropped.values())) if plan.settings.dedup else -1
+    return _finish(store, plan, notes, licence, count)
+
+
+def _made(store: ObjectStore, plan: PreparePlan) -> Card | None:
+    """What is there already. Raises BadInput if it is something else."""
+    try:
+        store.size(CARD)
+    except NotFound:
+        others = {key.split("/")[1] for key in store.list(WORK)} - {plan.digest}
+        if others:
+            raise BadInput(
+                f"{store.url}: wanted a new corpus or the same one that was interrupted, found the "
+                "work of one from other sources or settings; name another DEST, or delete that one"
+            ) from None
+        return None
+    card = card_of(store)
+    if card.plan != plan.digest:
+        raise BadInput(
+            f"{store.url}: wanted a place for a new corpus, found one of other sources or "
+            "settings, and a corpus is never changed; name another DEST"
+        )
+    return card
+
+
+# ---- units, by processes -------------------------------------------------------------------------
+Job = Callable[[UnitMaker, WorkUnit, frozenset[int]], None]
+
+
+def _hash_unit(maker: UnitMaker, unit: WorkUnit, dropped: frozenset[int]) -> None:
+    maker.hash(unit)
+
+
+def _make_unit(maker: UnitMaker, unit: WorkUnit, dropped: frozenset[int]) -> None:
+    maker.make(unit, dropped)
+
+
+def _do(
+    store: ObjectStore,
+    url: str,
+    plan: PreparePlan,
+    part: PreparePart,
+    jobs: int,
+    job: Job,
+    key: Callable[[str, int], str],
+    watch: WatchBytes,
+    dropped: dict[int, Int64Array],
+) -> None:
+    """The units of this part that are not done yet."""
+    there = set(store.list(plan.work))
+    units = part.among(plan.units)
+    left = [unit for unit in units if key(plan.work, unit.number) not in there]
+    whole = sum(_nbytes(unit) for unit in units)
+    before = whole - sum(_nbytes(unit) for unit in left)
+    what = "hashing documents" if job is _hash_unit else "preparing"
+    given = [(unit, frozenset(dropped.get(unit.number, _NONE).tolist())) for unit in left]
+    if jobs < 2 or len(left) < 2:
+        done = before
+
+        def tell(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            watch(what, done, whole)
+
+        maker = UnitMaker(store, plan.settings, plan.work, tell)
+        for unit, without in given:
+            job(maker, unit, without)
+        return
+    with _processes(min(jobs, len(left)), url, plan) as (pool, counter):
+        futures = {pool.submit(_in_process, job, *one) for one in given}
+        while futures:
+            ended = [future for future in futures if future.done()]
+            futures.difference_update(ended)
+            for future in as_completed(ended):
+                future.result()
+            watch(what, before + counter.value, whole)
+            if not ended:
+                time.sleep(POLL_S)
+
+
+_NONE = np.zeros(0, np.int64)
+_mine: UnitMaker | None = None  # of this process
+
+
+@contextmanager
+def _processes(jobs: int, url: str, plan: PreparePlan) -> Iterator[tuple[ProcessPoolExecutor, Any]]:
+    context = multiprocessing.get_context("spawn")
+    counter = context.Value("Q", 0)
+    given = (url, plan.settings, plan.work, counter, os.getpid())
+    with ProcessPoolExecutor(jobs, context, _begin_process, given) as pool:
+        try:
+            yield pool, counter
+        except BrokenProcessPool as e:
+            raise HarnessError(
+                "a process that prepared data was killed, by the kernel perhaps, for memory; start "
+                "the same command again with fewer --jobs: it goes on where it was"
+            ) from e
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _begin_process(
+    url: str, settings: CorpusSettings, work: str, counter: Any, parent: int
+) -> None:
+    global _mine
+    die_with_parent(parent)
+
+    def tell(nbytes: int) -> None:
+        with counter.get_lock():
+            counter.value += nbytes
+
+    _mine = UnitMaker(open_store(url), settings, work, tell)
+
+
+def _in_process(job: Job, unit: WorkUnit, dropped: frozenset[int]) -> None:
+    assert _mine is not None
+    job(_mine, unit, dropped)
+
+
+def _nbytes(unit: WorkUnit) -> int:
+    return sum(extent.nbytes for extent in unit.extents)
+
+
+# ---- what all units have become ------------------------------------------------------------------
+def _hashes(store: ObjectStore, plan: PreparePlan) -> Callable[[], Iterable[bytes]] | None:
+    """Reads the hashes of all units, in their order; None: some are not there yet."""
+    keys = [hashes_key(plan.work, unit.number) for unit in plan.units]
+    if not {*keys} <= {*store.list(plan.work)}:
+        return None
+    return lambda: (data or b"" for _, data in get_each(store, keys))
+
+
+def duplicates(
+    hashes: Callable[[], Iterable[bytes]], nbytes: int, most_nbytes: int = DEDUP_NBYTES
+) -> dict[int, Int64Array]:
+    """Documents that an earlier one is equal to: numbers within their units, by unit. `hashes`: 16
+    bytes for each document, unit by unit, `nbytes` in all; read several times where sorting all at
+    once would take more than `most_nbytes`."""
+    rounds = max(1, -(-4 * nbytes // most_nbytes))
+    out: dict[int, list[Int64Array]] = {}
+    for bucket in range(rounds):
+        rows, units, numbers = [], [], []
+        for unit, data in enumerate(hashes()):
+            found = np.frombuffer(data, "<u8").reshape(-1, 2)
+            here = np.flatnonzero(found[:, 0] % np.uint64(rounds) == bucket)
+            rows.append(found[here])
+            units.append(np.full(len(here), unit))
+            numbers.append(here)
+        row, unit_of, number = (np.concatenate(each) for each in (rows, units, numbers))
+        order = np.lexsort((np.arange(len(row)), row[:, 1], row[:, 0]))
+        again = order[1:][(row[order][1:] == row[order][:-1]).all(axis=1)]
+        for unit in np.unique(unit_of[again]).tolist():
+            out.setdefault(unit, []).append(np.sort(number[again][unit_of[again] == unit]))
+    return {unit: np.concatenate(each) for unit, each in out.items()}
+
+
+def _notes(store: ObjectStore, plan: PreparePlan) -> list[UnitNote] | None:
+    """Of all units; None: some are not there yet."""
+    keys = [note_key(plan.work, unit.number) for unit in plan.units]
+    if not {*keys} <= {*store.list(plan.work)}:
+        return None
+    found = get_each(store, keys)
+    return [UnitNote.decode(data or b"", f"{store.url}/{key}") for key, data in found]
+
+
+def _finish(
+    store: ObjectStore, plan: PreparePlan, notes: list[UnitNote], licence: str, dropped: int
+) -> Card:
+    """Raises BadInput."""
+    s, tokenizer = plan.settings, plan.tokenizer
+    splits = tuple(_split(store, s.chunk_nbytes, name, notes) for name in sorted(notes[0].splits))
+    if not next(split.items for split in splits if split.name == TRAIN):
+        raise BadInput(
+            f"{store.url}: wanted documents, found none in {len(plan.files)} sources; look at "
+            "--field and --separator, and at the sources"
+        )
+    card = Card(
+        kind=s.reading.kind,
+        splits=splits,
+        sources=tuple(SourceCard(file.name, file.nbytes) for file in plan.files),
+        dtype=tokenizer.dtype if tokenizer else "",
+        eos=tokenizer.eos if tokenizer else -1,
+        tokenizer=tokenizer.name if tokenizer else "",
+        tokenizer_hash=tokenizer.hash if tokenizer else "",
+        vocabulary=tokenizer.vocabulary if tokenizer else 0,
+        chunk_nbytes=s.chunk_nbytes,
+        seed=s.seed,
+        held_out=s.held_out,
+        dropped=dropped,
+        licence=licence,
+        plan=plan.digest,
+    ).sealed()
+    store.create(CARD, card.encode())
+    for key in store.list(plan.work):
+        store.delete(key)
+    return card_of(store)
+
+
+def _split(
+    store: ObjectStore, chunk_nbytes: int, name: str, notes: Sequence[UnitNote]
+) -> SplitCard:
+    entries: list[ShardEntry] = [entry for note in notes for entry in note.splits[name][1]]
+    data = CorpusIndex.of(chunk_nbytes, entries).encode()
+    hash = hash_of(data).hex()
+    store.create(index_key(hash), data)
+    documents = sum(note.splits[name][0] for note in notes)
+    items, nbytes = sum(e.items for e in entries), sum(e.nbytes for e in entries)
+    return SplitCard(name, hash, len(entries), documents, items, nbytes)

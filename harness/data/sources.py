@@ -1,0 +1,253 @@
+"""What a corpus is made of: files anywhere, cut into units of work that do not depend on who does
+them.
+
+A unit is some files, or a piece of a large one. Its number and what is in it follow from the names
+and sizes of the sources alone, so that any number of processes and machines makes the same shards.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import glob
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from harness.core.world import BadInput
+from storage.errors import NotFound
+from storage.objects import ObjectStore, read_into
+from storage.opening import open_store
+
+FUNCTION = "python:"  # a source that is a function: python:pkg.module:function?name=value
+BUFFER_NBYTES = 4 << 20  # of a file that is read from a store
+ENDINGS = {  # by the end of a name, when compression is taken off; others are text
+    "jsonl": (".jsonl", ".ndjson"),
+    "parquet": (".parquet",),
+    "arrow": (".arrow",),
+    "tar": (".tar",),
+}
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+BESIDE_ARROW = ("dataset_info.json", "state.json", "dataset_dict.json")  # of datasets on disk
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """`name`: a path or a URL; of a function `FUNCTION` and its path."""
+
+    name: str
+    nbytes: int
+
+    @property
+    def format(self) -> str:
+        if self.name.startswith(FUNCTION):
+            return "function"
+        name = self.name.lower()
+        for ending in COMPRESSED:
+            name = name.removesuffix(ending)
+        return next((kind for kind, ends in ENDINGS.items() if name.endswith(ends)), "text")
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.name.lower().endswith(COMPRESSED)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A piece of a file: the bytes [start, end) of text and lines, row groups of Parquet (end -1:
+    all), the part `start` of `end` of a function. `whole`: it is all of the file."""
+
+    file: SourceFile
+    start: int
+    end: int
+    whole: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Roughly, for progress."""
+        return self.file.nbytes if self.whole else min(self.end - self.start, self.file.nbytes)
+
+
+@dataclass(frozen=True)
+class WorkUnit:
+    number: int
+    extents: tuple[Extent, ...]
+
+
+# ---- which files ---------------------------------------------------------------------------------
+def expanded(sources: Sequence[str]) -> list[SourceFile]:
+    """Paths, folders, globs and URLs as files, in the order given, those of one source sorted.
+    Raises BadInput, StoreError."""
+    out: list[SourceFile] = []
+    for source in sources:
+        if source.startswith(FUNCTION):
+            found = [SourceFile(source, 0)]
+        elif "://" in source:
+            found = _remote(source)
+        else:
+            found = _local(source)
+        if not found:
+            raise BadInput(
+                f"{source}: wanted a file, a folder, a glob or a URL of some, found nothing there; "
+                "check the spelling"
+            )
+        if any(file.format == "arrow" for file in found):
+            found = [file for file in found if not file.name.endswith(BESIDE_ARROW)]
+        out += found
+    return out
+
+
+def _local(source: str) -> list[SourceFile]:
+    if Path(source).is_dir():
+        paths = (p for p in Path(source).rglob("*") if p.is_file())
+    else:
+        paths = (p for p in map(Path, glob.glob(source, recursive=True)) if p.is_file())
+    return [SourceFile(str(p), p.stat().st_size) for p in sorted(paths)]
+
+
+def _remote(source: str) -> list[SourceFile]:
+    if not glob.has_magic(source):
+        folder, _, name = source.rstrip("/").rpartition("/")
+        if not folder.endswith("/"):  # not a bucket's own name
+            try:
+                return [SourceFile(source, store_of(folder).size(name))]
+            except NotFound:
+                pass
+        root, pattern = source.rstrip("/"), "*"
+    else:
+        root = source[: next(i for i, c in enumerate(source) if c in "*?[")].rpartition("/")[0]
+        pattern = source[len(root) + 1 :]
+    store = store_of(root)
+    keys = fnmatch.filter(store.list(""), pattern)
+    return [SourceFile(f"{root}/{key}", store.size(key)) for key in keys]
+
+
+@functools.cache
+def store_of(url: str) -> ObjectStore:
+    return open_store(url)
+
+
+# ---- units ---------------------------------------------------------------------------------------
+def units_of(
+    files: Sequence[SourceFile], unit_nbytes: int, cut_text: bool, parts: int
+) -> list[WorkUnit]:
+    """`cut_text`: may a large text be cut (one that has no single place where it can be, may
+    not)? `parts`: of a function. Raises BadInput."""
+    units: list[WorkUnit] = []
+    together: list[Extent] = []
+
+    def close() -> None:
+        if together:
+            units.append(WorkUnit(len(units), tuple(together)))
+            together.clear()
+
+    for file in files:
+        pieces = list(_pieces(file, unit_nbytes, cut_text, parts))
+        if len(pieces) > 1 or sum(e.nbytes for e in together) + file.nbytes > unit_nbytes:
+            close()
+        if len(pieces) == 1:
+            together += pieces
+            continue
+        for piece in pieces:
+            together.append(piece)
+            close()
+    close()
+    return units
+
+
+def _pieces(file: SourceFile, unit_nbytes: int, cut_text: bool, parts: int) -> Iterator[Extent]:
+    if file.format == "function":
+        for part in range(parts):
+            yield Extent(file, part, parts, parts == 1)
+        return
+    cut = file.nbytes > unit_nbytes and not file.is_compressed
+    if cut and file.format == "parquet":
+        sizes = row_groups(file)
+        start = held = 0
+        for group, nbytes in enumerate(sizes):
+            if held and held + nbytes > unit_nbytes:
+                yield Extent(file, start, group, False)
+                start, held = group, 0
+            held += nbytes
+        yield Extent(file, start, len(sizes), False)
+    elif cut and (file.format == "jsonl" or (file.format == "text" and cut_text)):
+        for start in range(0, file.nbytes, unit_nbytes):
+            yield Extent(file, start, min(start + unit_nbytes, file.nbytes), False)
+    else:
+        yield Extent(file, 0, -1 if file.format == "parquet" else file.nbytes)
+
+
+def row_groups(file: SourceFile) -> list[int]:
+    """Bytes of each row group of a Parquet file. Raises BadInput."""
+    parquet = needed("pyarrow.parquet", "pyarrow", file.name)
+    with opened(file) as stream:
+        found = parquet.ParquetFile(stream).metadata
+        return [found.row_group(i).total_byte_size for i in range(found.num_row_groups)]
+
+
+# ---- reading them --------------------------------------------------------------------------------
+class StoredFile(io.RawIOBase):
+    """An object of a store as a file: read by ranges, any place."""
+
+    def __init__(self, store: ObjectStore, key: str, nbytes: int):
+        super().__init__()
+        self._store, self._key, self._nbytes, self._at = store, key, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._at)]
+        found = read_into(self._store, self._key, self._at, view) if len(view) else 0
+        if found < len(view):
+            raise OSError(f"{self._store.url}/{self._key}: it became shorter while it was read")
+        self._at += found
+        return found
+
+
+def opened(file: SourceFile) -> BinaryIO:
+    """Its bytes, not decompressed; any place of it can be read. Raises StoreError, OSError."""
+    if "://" not in file.name:
+        return open(file.name, "rb")
+    folder, _, name = file.name.rpartition("/")
+    stored = StoredFile(store_of(folder), name, file.nbytes)
+    return io.BufferedReader(stored, BUFFER_NBYTES)
+
+
+def decompressed(file: SourceFile) -> BinaryIO:
+    """Its content in order. Raises BadInput."""
+    stream, ending = opened(file), Path(file.name.lower()).suffix
+    if ending == ".zst":
+        found: BinaryIO = needed("zstandard", "zstandard", file.name).open(stream, "rb")
+        return found
+    if ending in COMPRESSED:
+        module = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}[ending]
+        made: BinaryIO = needed(module, module, file.name).open(stream)
+        return made
+    return stream
+
+
+def needed(module: str, package: str, what: str) -> Any:
+    """An optional package. Raises BadInput that says what to install."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as e:
+        raise BadInput(
+            f"{what}: needs the package {package}, which is not installed here ({e}); "
+            f"`pip install {package}`"
+        ) from e

@@ -1,0 +1,143 @@
+"""Training over a corpus: the same samples and losses on any world, and `harness verify` proves what
+was read."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from corpora import command, files, prepared
+from worlds import history, newest, train
+
+from harness.core.batch import Batching, indices_at
+from harness.core.values import canonical
+from harness.core.world import BadInput
+from harness.data.reading import named_by
+from harness.views.audit import audit
+from harness.views.audit_contents import expected_contents, with_contents
+from harness.views.compare import compare
+from storage.faults import corrupt
+from storage.opening import open_store
+
+SCRIPT = str(Path(__file__).parent / "corpus_trainer.py")
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    root = tmp_path_factory.mktemp("corpora")
+    text = files(root / "text", 60)
+    prepared(root / "tokens", text)
+    prepared(root / "records", text, kind="records")
+    return root
+
+
+@pytest.fixture(scope="module")
+def calm(corpora):
+    train(corpora / "calm", 1, corpora / "tokens", script=SCRIPT)
+    return corpora / "calm"
+
+
+def said(run):
+    return [(r.step, r.digest, r.contents, r.loss) for r in history(run)]
+
+
+def proved(run, url):
+    store = open_store(str(run))
+    return with_contents(audit(store), store, str(url))
+
+
+@pytest.mark.parametrize("flags", [(), ("--workers", 2)])
+def test_two_ranks_train_as_one(corpora, calm, tmp_path, flags):
+    train(tmp_path / "two", 2, corpora / "tokens", *flags, script=SCRIPT)
+    assert said(tmp_path / "two") == said(calm) and len(said(calm)) == 9
+    found = compare(open_store(str(calm)), open_store(str(tmp_path / "two")))
+    assert found.same(0.0) and found.same_weights
+    assert proved(tmp_path / "two", corpora / "tokens").ok
+
+
+@pytest.mark.parametrize("shape", [["--boundaries", "documents"], ["--boundaries", "cu_seqlens"], ["--records"]])
+def test_stopped_resumed_and_resized_reads_the_same(corpora, tmp_path, shape):
+    url = corpora / ("records" if shape == ["--records"] else "tokens")
+    train(tmp_path / "whole", 1, url, *shape, script=SCRIPT)
+    train(tmp_path / "parts", 2, url, *shape, "--total", 4, script=SCRIPT)
+    train(tmp_path / "parts", 1, url, *shape, script=SCRIPT)
+    assert said(tmp_path / "whole") == said(tmp_path / "parts")
+    report = proved(tmp_path / "parts", url)
+    assert report.ok and [c.n for c in report.checks if c.name == "contents"] == [9]
+
+
+def test_each_step_says_what_the_index_says(corpora, calm):
+    identity = json.loads((calm / "run.json").read_bytes())
+    dataset = named_by(identity["data"], str(corpora / "tokens"))
+    batching = Batching(len(dataset), 12, 3, 7)
+    for record in history(calm):
+        assert record.contents == f"{expected_contents(batching, dataset, record.step):016x}"
+
+
+def test_verify_finds_who_read_something_else(corpora, calm, tmp_path):
+    """A run over a corpus whose samples are others, that claims to have read ours."""
+    other = prepared(tmp_path / "other", files(tmp_path / "text", 60, seed=5))
+    train(tmp_path / "run", 1, tmp_path / "other", script=SCRIPT)
+    with pytest.raises(BadInput, match="found another"):
+        proved(tmp_path / "run", corpora / "tokens")
+    # the card of the one that was read, in the place of ours: its index does not fit
+    shutil.copytree(corpora / "tokens", tmp_path / "posing")
+    shutil.copy(tmp_path / "other" / "card.json", tmp_path / "posing")
+    report = proved(tmp_path / "run", tmp_path / "posing")
+    assert not report.ok and "wanted an index, found none" in report.first_violation
+    # records that were made anew with other contents: the chain holds, the corpus does not
+    forged = forge(tmp_path / "run", tmp_path / "forged")
+    report = proved(forged, tmp_path / "other")
+    assert [(c.name, c.ok) for c in report.checks if c.name in ("records", "contents")] == [
+        ("records", True),
+        ("contents", False),
+    ]
+    assert "step 9: wanted the contents" in report.checks[-1].detail
+    assert other.content in (forged / "run.json").read_text()
+
+
+def forge(run, copy):
+    """The run with step 9's contents changed, and all hashes and names made to fit."""
+    from harness.core import records as rec
+
+    shutil.copytree(run, copy)
+    key = sorted((copy / "samples").iterdir())[-1]
+    found = rec.decode(key.read_bytes(), "")
+    found[-1] = rec.dataclasses.replace(found[-1], contents=f"{1:016x}").chained(found[-1].prev)
+    key.unlink()
+    (copy / rec.key(found)).write_bytes(rec.encode(found))
+    for path in (copy / "snapshots" / "manifests").iterdir():
+        body = json.loads(path.read_bytes())
+        if body["data"].get("samples", {}).get("last") == found[-1].step:
+            body["data"]["samples"] |= {"key": rec.key(found), "head": found[-1].h}
+            path.write_bytes(canonical(resealed(body)))
+    return copy
+
+
+def resealed(body):
+    from storage.json_text import digest
+
+    rest = {name: value for name, value in body.items() if name != "hash"}
+    return {**rest, "hash": digest(canonical(rest))}
+
+
+def test_a_damaged_shard_ends_the_run_with_its_name(corpora, tmp_path):
+    shutil.copytree(corpora / "tokens", tmp_path / "damaged")
+    store = open_store(str(tmp_path / "damaged"))
+    for key in store.list("shards/"):
+        corrupt(store, key, "flip", random.Random(1))
+    ended = train(tmp_path / "run", 1, tmp_path / "damaged", script=SCRIPT, codes=(1,))
+    assert "nothing of it is trained on" in ended.output
+    assert newest(tmp_path / "run") is None
+
+
+def test_the_samples_of_any_step_are_shown(corpora, calm):
+    shown = command("show", corpora / "tokens", "--run", calm, "--step", 5)
+    assert shown.returncode == 0, shown.stderr
+    dataset = named_by(json.loads((calm / "run.json").read_bytes())["data"], str(corpora / "tokens"))
+    at = range(48, 60)
+    for position, item in zip(at, indices_at(Batching(len(dataset), 12, 3, 7), at).tolist(), strict=True):
+        assert f"position {position}, item {item}\n" in shown.stdout
+        text = bytes(t for t in dataset[item][0].tolist() if t < 256).decode()
+        assert text in shown.stdout
