@@ -50,7 +50,7 @@ class FirstStep:
         begin_micro(self.run._work, self.number, m, self.run.seed, last=False)
 
     def idle(self) -> None:
-        self.run._work.training.norms.rest()
+        self.run._work.training.statistics.norms.rest()
 
     def read(
         self, m: int, keys: WhatWasRead | None = None, contents: WhatWasRead | None = None

@@ -74,7 +74,7 @@ def begin_micro(work: Work, number: int, m: int, seed: int, last: bool) -> None:
     run's `seed`. `last`: it is this rank's last one of the step."""
     work.training.strategy.micro(last=last)
     work.timer.enter(FORWARD)
-    work.training.norms.take_up(m, counts=True)
+    work.training.statistics.norms.take_up(m, counts=True)
     seed_everything(seed_for(seed, number, m))
 
 
@@ -84,7 +84,7 @@ class OwnLoop:
 
     def __init__(self, work: Work, hands: Hands, place: DataPlace):
         self._work, self._hands, self._place = work, hands, place
-        if work.training.loads.watches:
+        if work.training.statistics.loads.watches:
             raise BadInput(
                 "the model has routers that are balanced once per step, and this trainer does not "
                 "say when a backward begins; use run.steps(...) or run.loader, or balance them by "
@@ -172,7 +172,7 @@ class OwnStep:
 
     def idle(self) -> None:
         """The script forwards something that is no micro-batch of this step."""
-        self._work.training.norms.rest()
+        self._work.training.statistics.norms.rest()
 
     def read(
         self, m: int, keys: WhatWasRead | None = None, contents: WhatWasRead | None = None

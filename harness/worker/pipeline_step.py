@@ -60,7 +60,7 @@ class StageShare:
         self._work.timer.enter(FORWARD)
         counts = counts and not given.filler
         # a filler is told from the micro-batch that it repeats
-        training.norms.take_up(given.micro if counts else -1 - i, counts, more=not first)
+        training.statistics.norms.take_up(given.micro if counts else -1 - i, counts, more=not first)
         self._pipe.drawn = seed_for(self._work.feed.seed, self._step, given.micro)
 
     def loss(self, i: int, output: Any) -> torch.Tensor:

@@ -219,7 +219,7 @@ class Work:
         strategy, scaler = self.training.strategy, self.training.scaler
         floats, weight = self.summed(sums)
         self.training.settle_norms(sum(sums.shares) or self.batching.micro_batches)
-        self.training.loads.settle()
+        self.training.statistics.loads.settle()
         strategy.divide(weight)
         if of:
             self._forget_others(of)

@@ -85,8 +85,8 @@ class OpenStep:
         """Before the forward of a micro-batch."""
         self._hand = AtHand(micro, samples, filler)
         self._work.training.strategy.micro(last=last, filler=filler)
-        self._work.training.norms.take_up(micro, counts=not filler)
-        self._work.training.loads.take_up(micro, counts=not filler)
+        self._work.training.statistics.norms.take_up(micro, counts=not filler)
+        self._work.training.statistics.loads.take_up(micro, counts=not filler)
         seed_everything(seed_for(self._work.feed.seed, self.number, micro))
 
     def backward(
@@ -114,7 +114,7 @@ class OpenStep:
         scaled = loss * amount
         if training.scaler is not None:
             scaled = training.scaler.scale(scaled)
-        training.loads.note()
+        training.statistics.loads.note()
         # an engine (DeepSpeed) goes backward by itself
         own = getattr(training.strategy, "backward", torch.Tensor.backward)
         (via or own)(scaled)

@@ -61,13 +61,20 @@ class _Many:
             load_together(optimizer, state)
 
 
+@dataclass(frozen=True)
+class ForwardStatistics:
+    """What forwards leave behind besides gradients."""
+
+    norms: Norms
+    loads: Loads
+
+
 class Training:
     """Empty until `prepare`. `after_update`: names of what is promised to change only between an
     update and the end of the loop's body."""
 
     strategy: Strategy
-    norms: Norms
-    loads: Loads
+    statistics: ForwardStatistics
 
     def __init__(self, peers: Peers, reduce: str):
         self._peers, self.reduce = peers, reduce
@@ -126,7 +133,7 @@ class Training:
             *after_update,
             *(name for name, thing in state.items() if isinstance(thing, AveragedModel)),
         }
-        self.norms, self.loads = Norms(model, self._peers), Loads(model, self._peers)
+        self.statistics = ForwardStatistics(Norms(model, self._peers), Loads(model, self._peers))
         self.buffers, self.frozen = Buffers(model), Frozen(model, optimizers)
         self.buffers.note()
         self._check_norms()
@@ -229,7 +236,7 @@ class Training:
         """What SyncBatchNorm computes depends on the world: refused with exact sums, told with
         others. Where positions are shared BatchNorm is refused."""
         assert self.model is not None
-        if self._peers.parts > 1 and self.norms.watches:
+        if self._peers.parts > 1 and self.statistics.norms.watches:
             raise BadInput(
                 f"mesh {self._peers.model_mesh}: the model has BatchNorm, whose averages are over "
                 "all positions, and a rank of cp has some of them; use LayerNorm or RMSNorm"
@@ -269,7 +276,7 @@ class Training:
 
     def settle_norms(self, micro_batches: int, some_idle: bool = False) -> None:
         """The running averages of BatchNorm: see `Norms.settle`. Raises BadInput."""
-        self.norms.settle(micro_batches, self.reduce != "fast", some_idle)
+        self.statistics.norms.settle(micro_batches, self.reduce != "fast", some_idle)
 
     @property
     def parallel(self) -> str:
