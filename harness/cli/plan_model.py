@@ -109,6 +109,7 @@ def _show(
     console: Console, gpus: PlannedGpus, plans: Sequence[MeshPlan], chosen: MeshPlan | None
 ) -> None:
     fit = [plan for plan in plans if fits(plan, gpus)]
+    fit = [plan for plan in fit if not _refused(plan)] or fit
     have = f"{USABLE * gpus.memory / GB:.3g} of {gpus.memory / GB:.3g} GB"
     console.print(
         f"\n{gpus.nodes} x {gpus.name}:{gpus.per_node}, {have} each: {len(fit)} meshes fit",
@@ -123,7 +124,8 @@ def _show(
         console.print(
             f"take    --mesh {mesh}, copies {chosen.copies}, micro-batches of "
             f"{chosen.micro_batch}{', checkpointed' if chosen.checkpointing else ''}: the simplest "
-            f"of those that are about as fast, by estimate {chosen.step_s:.3g} s a step",
+            f"of those that are about as fast, by estimate {chosen.step_s:.3g} s a step\n"
+            f"GB      {_kinds(chosen)}",
             highlight=False,
             soft_wrap=True,
         )
@@ -140,21 +142,23 @@ def _show(
 
 def _table(plans: Sequence[MeshPlan], chosen: MeshPlan | None) -> Table:
     made = Table(box=None, pad_edge=False, header_style="bold")
-    made.add_column("mesh", overflow="fold")
-    heads = ("copies", "micro", "GB", "params", "grads", "optim", "activ", "gather", "logits")
-    for head in (*heads, "bubble", "GB in", "GB out", "s/step"):
-        made.add_column(head, justify="right")
+    made.add_column("mesh", no_wrap=True)
+    for head in ("copies", "micro", "GB", "bubble", "GB in", "GB out", "s/step"):
+        made.add_column(head, justify="right", no_wrap=True)
     for plan in plans:
-        b = plan.nbytes
-        kinds = (b.total, *vars(b).values())
         mark = "*" if plan == chosen else " "
         made.add_row(
             f"{mark} {plan.mesh}{' (not yet)' if _refused(plan) else ''}",
             str(plan.copies),
             f"{plan.micro_batch}x{plan.micro_batches}{' ck' if plan.checkpointing else ''}",
-            *(f"{n / GB:.1f}" for n in kinds),
+            f"{plan.nbytes.total / GB:.1f}",
             f"{plan.bubble:.0%}",
-            *(f"{n / GB:.3g}" for n in (plan.traffic.inside, plan.traffic.across)),
+            *(f"{n / GB:,.0f}" for n in (plan.traffic.inside, plan.traffic.across)),
             f"{plan.step_s:.3g}",
         )
     return made
+
+
+def _kinds(plan: MeshPlan) -> str:
+    """What a GPU holds."""
+    return ", ".join(f"{kind} {n / GB:.3g}" for kind, n in vars(plan.nbytes).items())
