@@ -31,8 +31,8 @@ def test_a_process_that_grows_is_found(leak):
 def test_what_a_process_needs_at_its_start_is_no_growth():
     warm = life(rss=lambda t: min(t, 40) * 2 * MIB, files=lambda t: min(t, 12))
     assert not SeatGrowth.of("agent", warm).too_much
-    lives = Lives({("agent", 1, 0.0): warm, ("worker", 2, 0.0): life(n=30)})
-    (told,) = lives.growth()  # the worker did not live long enough to tell
+    lives = Lives({("agent", 1, 0.0): warm, ("worker", 2, 0.0): life(n=30), ("node", 3, 0.0): []})
+    (told,) = lives.growth()  # the others did not live long enough to tell
     assert (told.seat, told.life_s) == ("agent", 199)
 
 

@@ -85,7 +85,8 @@ class Lives:
         """The longest life of each seat, and any that has grown."""
         by_seat: dict[str, list[SeatGrowth]] = {}
         for (seat, _, _), life in self.of.items():
-            if life[-1].at_s - life[0].at_s >= TELL_LIFE_S:
+            # of some nothing is known: they were gone before they could be looked at
+            if life and life[-1].at_s - life[0].at_s >= TELL_LIFE_S:
                 by_seat.setdefault(seat, []).append(SeatGrowth.of(seat, life))
         return [
             one
