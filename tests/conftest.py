@@ -10,17 +10,22 @@ import pytest
 # none of these machines loses its power (tests/test_power_loss.py plays that).
 os.environ.setdefault("STORAGE_FSYNC", "0")
 
-# Slow proofs, minutes of them: `make proofs` runs these files and nothing else, `make test` all the
-# others; other people's trainers have an environment of their own (`make adapters`).
+# Slow proofs, minutes of them: `make proofs` runs these files and nothing else, `make meshes` those
+# of models on several ranks, `make test` all the others; other people's trainers have an environment
+# of their own (`make adapters`).
 PROOFS = (
-    *("budget", "check_run", "context", "data_kills", "data_training", "dcp", "examples"),
-    *("expert_worlds", "extending", "fine_tuned", "floods", "from_peers", "hostile_day", "kills"),
-    *("live_faults_of_b30688c", "longrun", "loops_page", "many_nodes", "memory", "meshes"),
-    *("micro_loader", "old_runs", "open_steps", "own_files", "package", "permissions", "pipelines"),
-    *("plan_calibration", "price_waits", "python_versions", "replay", "replicas", "rerun"),
-    *("reshard_meshes", "secrets", "sim", "soak", "system", "tensor_parallel", "versions"),
-    *("wandb_run", "watch_processes", "whereabouts", "zero"),
+    *("budget", "check_run", "data_kills", "data_training", "dcp", "examples", "extending"),
+    *("floods", "hostile_day", "kills", "live_faults_of_b30688c", "longrun", "loops_page"),
+    *("many_nodes", "meshes", "micro_loader", "old_runs", "open_steps", "own_files", "package"),
+    *("permissions", "plan_calibration", "price_waits", "python_versions", "replay", "replicas"),
+    *("rerun", "secrets", "sim", "soak", "system", "versions", "wandb_run", "watch_processes"),
+    *("whereabouts",),
 )
+MESHES = (
+    *("context", "expert_worlds", "fine_tuned", "from_peers", "memory", "pipelines"),
+    *("reshard_meshes", "tensor_parallel", "zero"),
+)
+_meshes = {f"test_{name}.py" for name in MESHES}
 _proofs = {f"test_{name}.py" for name in PROOFS}
 _files = {path.name for path in Path(__file__).parent.glob("test_*.py")}
 if os.environ.get("HARNESS_PROOFS"):
@@ -28,7 +33,7 @@ if os.environ.get("HARNESS_PROOFS"):
 elif os.environ.get("HARNESS_TRAINERS"):
     collect_ignore = []
 else:
-    collect_ignore = ["adapters", *sorted(_proofs)]
+    collect_ignore = ["adapters", *sorted(_proofs | _meshes)]
 
 # Seconds, roughly, on two cores. A test that is named here goes to whichever worker is free, each
 # of its parameters apart; the others of a file stay together, so that the fixtures of the file are
