@@ -202,7 +202,13 @@ def test_seats_need_only_their_own_packages():
     ).split() == ["False"]
 
 
-DOORS = ("harness.attach", "harness.chunked_cross_entropy", "harness.fsdp2")
+DOORS = (
+    "harness.adapters.megatron",
+    "harness.attach",
+    "harness.chunked_cross_entropy",
+    "harness.core.batch",
+    "harness.fsdp2",
+)
 
 
 def test_examples_use_the_front_door_only():
