@@ -31,7 +31,7 @@ from storage.trees import path_name
 # one request of a load, whole hash chunks: so little that it stays in a processor's cache until it
 # is copied
 READ_NBYTES = 8 << 20
-READ_THREADS, LEAST_THREADS = 16, 4
+READ_THREADS, LEAST_THREADS = 16, 2
 # of the bytes that are wanted, what threads may hold at once: who loads has room for the state, and
 # for little beside it
 HELD_SHARE = 0.1
@@ -173,7 +173,7 @@ def load_parts(
             )
     if threads is None:
         held = int(sum(piece.target.nbytes for piece in pieces) * HELD_SHARE)
-        each = 2 * READ_NBYTES  # as it came, and as it is checked
+        each = 2 * READ_NBYTES  # as it came, and as it is checked, or goes to a GPU
         threads = min(READ_THREADS, max(LEAST_THREADS, held // each))
     batches = _batches(pieces)
     if len(batches) < 2:

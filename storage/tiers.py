@@ -22,6 +22,7 @@ import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -29,7 +30,7 @@ from storage.chunks import chunk_id, is_chunk
 from storage.errors import NotFound, StoreError
 from storage.folder_tiers import FolderTier
 from storage.manifest import Manifest, Part
-from storage.objects import ObjectStore
+from storage.objects import ObjectStore, copy_into, read_into
 from storage.peers import PeerTier
 from storage.staging import Segment
 
@@ -91,6 +92,24 @@ class SegmentTier:
 
 
 # ---- reading through them ------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Wanted:
+    """Whole chunks of a part, and the memory where their bytes go. `start`: its place in the
+    part."""
+
+    part: Part
+    start: int
+    memory: memoryview
+
+    def place(self, first: int, last: int) -> memoryview:
+        """Of chunks [first, last)."""
+        size = self.part.chunk_nbytes
+        return self.memory[first * size - self.start : last * size - self.start]
+
+    def id(self, i: int) -> str:
+        return chunk_id(self.part, i)
+
+
 class Tiered:
     """A store whose parts of one snapshot are read from the nearest tier that has them right; all
     else is the bucket's.
@@ -136,31 +155,35 @@ class Tiered:
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         part = self._parts.get(key)
         low, high = start or 0, (part.nbytes if part else 0) if end is None else end
-        if (
-            part is None
-            or low % part.chunk_nbytes
-            or (high % part.chunk_nbytes and high != part.nbytes)
-        ):
-            # not whole chunks: nobody could tell whether they are right
+        if part is None or not _whole(part, low, high):
             return self._far.get(key, start, end)
-        first, last = low // part.chunk_nbytes, -(-high // part.chunk_nbytes)
-        found = {
-            i: data
-            for i in range(first, last)
-            if (data := self._right(self._near, chunk_id(part, i))) is not None
-        }
+        whole = memoryview(bytearray(high - low))
+        return bytes(whole[: self.read_into(key, low, whole)])
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        """Straight to where the bytes are wanted: who restores has little room beside the state."""
+        part, end = self._parts.get(key), start + buffer.nbytes
+        if part is None or not _whole(part, start, end):
+            return read_into(self._far, key, start, buffer)
+        wanted = _Wanted(part, start, buffer.cast("B"))
+        first, last = start // part.chunk_nbytes, -(-end // part.chunk_nbytes)
+        found: dict[int, int] = {}  # bytes of each chunk that are in their place
+        for i in range(first, last):
+            if (data := self._right(self._near, wanted.id(i))) is not None:
+                found[i] = copy_into(data, wanted.place(i, i + 1))
         for block in range(
             first // BLOCK_CHUNKS, (last - 1) // BLOCK_CHUNKS + 1 if last > first else 0
         ):
             from_, to = max(first, block * BLOCK_CHUNKS), min(last, (block + 1) * BLOCK_CHUNKS)
             if any(i not in found for i in range(from_, to)):
-                self._fetch(part, from_, to, found)
-        return b"".join(found[i] for i in range(first, last))
+                self._fetch(wanted, from_, to, found)
+        return sum(found.values())
 
-    def _fetch(self, part: Part, low: int, high: int, found: dict[int, bytes | memoryview]) -> None:
+    def _fetch(self, wanted: _Wanted, low: int, high: int, found: dict[int, int]) -> None:
         """Chunks [low, high) of one block that are not `found`, from afar, by one process of
         this node at a time."""
         # 256 files, not one a block
+        part = wanted.part
         name = hashlib.blake2b(
             f"{part.key} {low // BLOCK_CHUNKS}".encode(), digest_size=1
         ).hexdigest()
@@ -174,40 +197,37 @@ class Tiered:
             for i in range(low, high):
                 if i in found:
                     continue
-                id = chunk_id(part, i)
+                id, place = wanted.id(i), wanted.place(i, i + 1)
                 if (data := self._right(self._folders, id)) is not None:  # while we waited
-                    found[i] = data
+                    found[i] = copy_into(data, place)
                 elif (data := self._right(self._peers, id)) is not None:
-                    found[i] = news[id] = data
+                    found[i], news[id] = copy_into(data, place), place
                 else:
                     missing.append(i)
-            size = part.chunk_nbytes
             for run in _runs(missing):
-                view = memoryview(
-                    self._from_bucket(part, run[0] * size, min((run[-1] + 1) * size, part.nbytes))
-                )
-                self._add("bucket", len(view))
+                view = wanted.place(run[0], run[-1] + 1)
+                arrived = self._from_bucket(part, run[0] * part.chunk_nbytes, view)
+                self._add("bucket", arrived)
                 for k, i in enumerate(run):
-                    found[i], id = view[k * size : (k + 1) * size], chunk_id(part, i)
-                    if (
-                        not is_chunk(id, found[i])
-                        and (data := self._from_replica(part, i)) is not None
-                    ):
-                        found[i] = data
+                    id, place = wanted.id(i), wanted.place(i, i + 1)
+                    found[i] = max(0, min(arrived - k * part.chunk_nbytes, place.nbytes))
+                    right = is_chunk(id, place[: found[i]])
+                    if not right and (data := self._from_replica(part, i)) is not None:
+                        found[i], right = copy_into(data, place), True
                     # what is wrong everywhere is for the caller to find out
-                    if is_chunk(id, found[i]):
-                        news[id] = found[i]
+                    if right:
+                        news[id] = place
             if news:
                 for tier in self._folders:
                     tier.put(news)
 
-    def _from_bucket(self, part: Part, start: int, end: int) -> bytes:
+    def _from_bucket(self, part: Part, start: int, place: memoryview) -> int:
         try:
-            return self._far.get(part.key, start, end)
+            return read_into(self._far, part.key, start, place)
         except NotFound:
             if self._open_replica is None:
                 raise
-            return b""
+            return 0
 
     def _from_replica(self, part: Part, i: int) -> bytes | None:
         """A chunk that is wrong in the bucket."""
@@ -262,6 +282,12 @@ class Tiered:
 
     def size(self, key: str) -> int:
         return self._far.size(key)
+
+
+def _whole(part: Part, start: int, end: int) -> bool:
+    """Whole chunks: of less nobody could tell whether it is right."""
+    size = part.chunk_nbytes
+    return start % size == 0 and (end % size == 0 or end == part.nbytes)
 
 
 def blocks(part: Part, content: memoryview) -> Iterator[dict[str, bytes | memoryview]]:

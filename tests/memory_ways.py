@@ -34,7 +34,7 @@ from harness.worker.cross_entropy import chunked_cross_entropy
 from harness.worker.exact import exact_strategy_for
 from harness.worker.materialize import Materials
 from harness.worker.parallel import strategy_for
-from harness.worker.sharding import FSDP_DIMS, shard
+from harness.worker.sharding import FSDP_DIMS, ShardGroups, shard
 from storage.names import plain_name
 
 WORLD, CPU, WORDS, DIM = 4, torch.device("cpu"), 30, 16
@@ -159,8 +159,10 @@ def built(words, change, how, chunks=0, meta=False, late=None):
     if change:
         change(model)
     if words is not None:
-        mesh = device_mesh(words)[FSDP_DIMS] if words else None
-        shard(model, CPU, seed=5, mesh=mesh, replicas=across(words) if tp else None, **how)
+        groups = None
+        if words:
+            groups = ShardGroups(device_mesh(words)[FSDP_DIMS], across(words) if tp else None)
+        shard(model, CPU, seed=5, groups=groups, **how)
     if late:
         late(model)
     return model

@@ -24,12 +24,23 @@ def meshed(run, world, *flags, mesh="", **how):
     return train(run, world, *flags, env=env, script=MESHED, **how)
 
 
+def trained_whole(folder, *flags):
+    """One rank holds the whole model."""
+    meshed(folder / "run", 1, "--whole", "--out", folder / "out.json", *flags)
+    return folder / "run", json.loads((folder / "out.json").read_text())
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """One rank holds the whole model."""
-    folder = tmp_path_factory.mktemp("whole")
-    meshed(folder / "run", 1, "--whole", "--out", folder / "out.json")
-    return folder / "run", json.loads((folder / "out.json").read_text())
+    return trained_whole(tmp_path_factory.mktemp("whole"))
+
+
+FIFTY = ("--total", 50, "--every", 25)  # 2.4 epochs
+
+
+@pytest.fixture(scope="module")
+def fifty_whole(tmp_path_factory):
+    return trained_whole(tmp_path_factory.mktemp("fifty"), *FIFTY)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +60,16 @@ def test_a_model_on_a_mesh_trains_as_a_whole_one(whole, tmp_path, mesh, world, r
     assert all(int(r.digest, 16) == expected_digest(batching, r.step) for r in records)
     store = open_store(str(run))
     assert read_epoch(store, 1).mesh == mesh and audit(store).ok
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "dp_shard=2,tp=2"])  # HSDP 2 x 2, FSDP x TP 2 x 2
+def test_fifty_steps_are_those_of_a_single_process(fifty_whole, tmp_path, mesh):
+    run, out = tmp_path / "run", tmp_path / "out.json"
+    meshed(run, 4, *FIFTY, "--out", out, mesh=mesh)
+    same_training(run, fifty_whole[0])
+    assert [r.step for r in history(run)] == list(range(1, 51))
+    assert json.loads(out.read_text())["sum"] == pytest.approx(fifty_whole[1]["sum"], rel=1e-4)
+    assert audit(open_store(str(run))).ok
 
 
 def stored(run):

@@ -9,10 +9,11 @@ import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 
 import pytest
 
-from storage import Manifest, MemoryStore, Ref, SnapshotCorrupt, Snapshots
+from storage import FileStore, Manifest, MemoryStore, Ref, SnapshotCorrupt, Snapshots
 from storage.chunks import chunk_id
 from storage.faults import corrupt
 from storage.folder_tiers import ROOM_SHARE, FolderTier, OwnedFolder
@@ -112,6 +113,28 @@ def test_every_range_is_what_the_bucket_has(bucket, tiers):
     assert store.list("snapshots/") == bucket.list("snapshots/") and store.size(
         manifest.parts[0].key
     ) == len(BODY)
+
+
+def test_a_read_takes_no_memory_beside_what_the_caller_gave(tmp_path):
+    """Who restores has room for the state, and for little beside it."""
+    body = random.Random(4).randbytes(1 << 20)
+    store = FileStore(f"file://{tmp_path}/bucket")
+    manifest, buffer = commit(store, body=body), memoryview(bytearray(len(body)))
+    snapshots = Snapshots(Tiered(store, manifest, []), CHUNK)
+    tracemalloc.start()
+    try:
+        found = snapshots.read_into(manifest, manifest.parts[0].key, 0, len(body), lambda nbytes: buffer)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found == body and peak < len(body) // 2
+
+
+def test_a_part_that_ends_early_is_told(bucket):
+    manifest = commit(bucket)
+    bucket.put(manifest.parts[0].key, BODY[: 9 * CHUNK + 1])
+    with pytest.raises(SnapshotCorrupt, match=f"found {9 * CHUNK + 1} of them"):
+        read(Tiered(bucket, manifest, []), manifest)
 
 
 def test_what_is_staged_is_read_where_it_lies_and_believed_only_if_its_hash_is_right(

@@ -277,7 +277,16 @@ def shard(
             fully_shard(part, mesh=among, shard_placement_fn=cut, **how)
         else:
             fully_shard(part, mesh=groups.mesh, **how)
+        if device.type == "cpu":
+            _fetch_none_ahead(part)
     return model
+
+
+def _fetch_none_ahead(part: Any) -> None:
+    """In a backward each part is gathered when it is wanted, not while the one before it computes:
+    collectives of the CPU wait, so that would be a block more in memory for no time. (`[]` would
+    ask for FSDP2's own choice; of itself there is nothing left to gather.)"""
+    part.set_modules_to_backward_prefetch([part])
 
 
 def _cut(ranks: int, p: Any) -> Any:
