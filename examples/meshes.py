@@ -15,7 +15,9 @@ def ranks_of(run: harness.Session) -> dict[str, int]:
     return dict(zip(run.mesh.mesh_dim_names or (), run.mesh.shape, strict=True))
 
 
-def check(ranks: dict[str, int], shape: harness.ModelShape | None, eval_every: int) -> None:
+def check(
+    ranks: dict[str, int], shape: harness.ModelShape | None, eval_every: int, compiled: bool
+) -> None:
     """Raises BadInput for what these models, or their trainer, do not do. `shape`: of a model of
     `models.py`; None: it is one of `gpt.py`."""
     tp, pp, cp = (ranks.get(name, 1) for name in ("tp", "pp", "cp"))
@@ -33,6 +35,10 @@ def check(ranks: dict[str, int], shape: harness.ModelShape | None, eval_every: i
         raise harness.BadInput(
             f"tp={tp}: wanted a model without experts, whose heads of keys and values {tp} ranks "
             f"can share out; found {shape.experts} experts and {shape.kv_heads} heads"
+        )
+    if tp > 1 and compiled:
+        raise harness.BadInput(
+            f"tp={tp}: wanted no --compile; torch 2.13 crashes in blocks that split by positions"
         )
     wanted = {
         "a mesh without tp": tp == 1,

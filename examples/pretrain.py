@@ -193,7 +193,7 @@ def build(flags: Flags, run: harness.Session) -> tuple[nn.Module, int, float]:
     sharded = shards * tp > 1 or ("dp_shard" not in ranks and flags.parallel == "fsdp2")
     untied = {} if flags.tied else {"tied": False}
     shape = harness.model_shape(flags.model, **untied) if flags.model else None
-    check(ranks, shape, flags.eval_every)
+    check(ranks, shape, flags.eval_every, flags.compile)
     if shape is None:
         model: nn.Module = GPT(flags.shape, flags.seq, flags.dropout, flags.checkpointing)
     else:

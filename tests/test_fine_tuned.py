@@ -118,6 +118,7 @@ def test_the_reference_trainer_through_stages(tmp_path, source):
         ("--model llama-tiny", "tp=2,dp_shard", "dp_shard"),
         ("--model llama-tiny", "pp=2", "pp=2: wanted --no-tied, --eval-every 0"),
         ("--no-tied --eval-every 0", "pp=2", "pp=2: wanted a model of models.py"),
+        ("--model llama-tiny --compile", "tp=2", "tp=2: wanted no --compile"),
         ("--model llama-tiny", "cp=2", "docs/MESHES.md#long-sequences-cp"),
         ("--model llama-9b", "dp_shard=2", "wanted a model of llama-tiny"),
     ],
