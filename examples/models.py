@@ -10,17 +10,33 @@ tensors are named so that `harness snapshots export` and `harness.load_pretraine
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import harness
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gpt import rotate
 
 STD = 0.02  # of fresh weights, as GPT-2 has it
+
+# For harness.tensor_parallel: what becomes of modules over the ranks of tp. Not of experts.
+PLAN = {
+    "embed": "embedding",
+    "positions": "embedding",
+    "*attention": "gathered",
+    "*attention.[qkv]": "columns",
+    "*attention.[qk]_norm": "heads",
+    "*attention.out": "rows",
+    "*mlp": "gathered",
+    "*mlp.gate": "columns",
+    "*mlp.up": "columns",
+    "*mlp.out": "rows",
+    "*norm*": "norm",
+    "head": "head",
+}
 
 
 class Linear(nn.Linear):
@@ -188,9 +204,20 @@ class Block(nn.Module):
         return x + self.mlp(self.norm_2(x))
 
 
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """(B, T, dim) times (vocab, dim) -> (B, T, vocab), whole, also where tp splits x by positions
+    and the weight by words."""
+    if not isinstance(weight, DTensor):
+        return F.linear(x, weight)
+    return F.linear(x.redistribute(placements=[Replicate()]), weight).full_tensor()
+
+
 class Transformer(nn.Module):
     """Tokens (B, T) int64 -> logits (B, T, vocab); T may be anything up to `length`, by default
-    what the shape says. `config` is what snapshots keep of it, and an export writes."""
+    what the shape says. `config` is what snapshots keep of it, and an export writes.
+
+    A stage of `harness.pipeline` has None where modules are another's; it is given and gives
+    (B, T, dim) between them. `rotary` has to be everywhere."""
 
     def __init__(
         self, shape: harness.ModelShape, length: int = 0, checkpointing: bool = False
@@ -213,9 +240,9 @@ class Transformer(nn.Module):
                 f"wanted at most {self.length} tokens, found {length}; build the model with a "
                 "greater length"
             )
-        x, angles = self.embed(tokens), (None, None)
+        x, angles = tokens if self.embed is None else self.embed(tokens), (None, None)
         if self.positions is not None:
-            x = x + self.positions(torch.arange(length, device=x.device))
+            x = x + self.positions(torch.arange(length, device=x.device)[None])
         if self.rotary is not None:
             angles = self.rotary.cos[:length], self.rotary.sin[:length]
         for block in self.blocks:
@@ -223,37 +250,13 @@ class Transformer(nn.Module):
                 x = checkpoint(block, x, *angles, use_reentrant=False)
             else:
                 x = block(x, *angles)
-        x = self.norm(x)
-        return F.linear(x, self.embed.weight) if self.head is None else self.head(x)
+        x = x if self.norm is None else self.norm(x)
+        if self.config.tied:
+            return product(x, self.embed.weight)
+        return x if self.head is None else self.head(x)
 
     def parameter_count(self) -> int:
         return self.config.parameters
 
     def flops_per_token(self, length: int) -> float:
         return self.config.flops_per_token(length)
-
-
-def split_products(model: nn.Module, mesh: Any) -> None:
-    """Share the matrix products of the blocks over the ranks of a mesh of one dimension (tensor
-    parallelism). Raises BadInput for a model whose products cannot be shared out."""
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    if not isinstance(model, Transformer):
-        raise harness.BadInput("tp: wanted a model of models.py (--model), found one of gpt.py")
-    shape, ranks = model.config, mesh.size()
-    if shape.kv_heads % ranks or shape.heads % ranks or shape.hidden % ranks or shape.experts:
-        raise harness.BadInput(
-            f"tp={ranks}: wanted a model without experts, whose heads ({shape.heads}, of keys "
-            f"{shape.kv_heads}) and hidden width ({shape.hidden}) {ranks} ranks can share out"
-        )
-    plan: dict[str, Any] = {
-        **dict.fromkeys(["attention.q", "attention.k", "attention.v"], ColwiseParallel()),
-        **dict.fromkeys(["mlp.up"] + ["mlp.gate"] * (shape.family != "gpt2"), ColwiseParallel()),
-        **dict.fromkeys(["attention.out", "mlp.out"], RowwiseParallel()),
-    }
-    for block in model.blocks:
-        parallelize_module(block, mesh, plan)

@@ -8,13 +8,13 @@ door as any user's script.
     torchrun --nproc-per-node 8 examples/pretrain.py --model llama-1b --mesh dp_shard=4,tp=2
     python examples/pretrain.py --help
 
-`gpt.py` and `models.py` are the models, `text.py` the data; what is here is the training itself.
+`gpt.py` and `models.py` are the models, `meshes.py` says how ranks may share them, `text.py` is the
+data; what is here is the training itself. docs/MODELS.md: what goes together.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -28,14 +28,16 @@ from torch.nn import functional as F
 
 from ema import Ema
 from gpt import GPT, SIZES, Shape, decay_groups
-from models import Transformer, split_products
+from meshes import check, ranks_of
+from models import PLAN, Transformer
 from text import Windows, prepare, split
 
 LEARNING_RATES = {"1m": 3e-3, "10m": 1e-3, "124m": 6e-4, "350m": 3e-4, "1b": 2e-4}
 
 
-def flag(default: Any, says: str) -> Any:
-    return field(default=default, metadata={"help": says})
+def flag(default: Any, says: str, **how: Any) -> Any:
+    """`how`: as of `add_argument`."""
+    return field(default=default, metadata={"help": says, **how})
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Flags:
     layers: int | None = flag(None, "instead of the preset's")
     dim: int | None = flag(None, "instead of the preset's")
     heads: int | None = flag(None, "instead of the preset's")
-    tied: bool = flag(True, "the output layer is the embedding")
+    tied: bool = flag(True, "the output layer is the embedding, where the model's shape has it so")
     seq: int = flag(128, "tokens per sample")
     dropout: float = flag(0.0, "in attention and after each half of a block")
     dtype: Literal["fp32", "bf16", "fp16"] = flag(
@@ -61,11 +63,17 @@ class Flags:
         False, "recompute activations in the backward: less memory, a third more work"
     )
     compile: bool = flag(False, "torch.compile each block")
-    float8: bool = flag(False, "matrix products of blocks in float8 (torchao; H100 or newer)")
+    float8: str | None = flag(
+        None,
+        "matrix products of blocks in float8 (torchao; H100 or newer)",
+        nargs="?",
+        const="tensorwise",
+        choices=["tensorwise", "rowwise"],
+    )
     parallel: Literal["ddp", "fsdp2"] = flag(
         "ddp", "whole model on every rank, or sharded over ranks"
     )
-    mesh: str = flag("", "how ranks share a copy of the model, such as dp_shard=2,tp=2")
+    mesh: str = flag("", "how ranks share a copy of the model: dp_shard=2,tp=2 (docs/MESHES.md)")
     ema: bool = flag(
         False, "keep an exponential moving average of the weights and validate it as well"
     )
@@ -103,11 +111,6 @@ class Flags:
             tied=self.tied,
         )
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Of `mesh`, by name."""
-        return {k: int(n) for k, _, n in (w.partition("=") for w in self.mesh.split(",") if w)}
-
 
 def parse(argv: Sequence[str] | None = None) -> Flags:
     """Flags from a command line (default: this process's)."""
@@ -118,7 +121,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
     hints = get_type_hints(Flags)
     for f in fields(Flags):
         hint = hints[f.name]
-        how: dict[str, Any] = {"default": f.default, "help": f.metadata["help"]}
+        how: dict[str, Any] = {"default": f.default, **f.metadata}
         if hint is bool:
             how["action"] = argparse.BooleanOptionalAction
         elif get_origin(hint) is Literal:
@@ -129,10 +132,7 @@ def parse(argv: Sequence[str] | None = None) -> Flags:
             how["type"] = next(t for t in get_args(hint) or (hint,) if t is not type(None))
         parser.add_argument("--" + f.name.replace("_", "-"), **how)
     values = vars(parser.parse_args(argv))
-    flags = Flags(**{**values, "data": tuple(values["data"])})
-    if flags.mesh and not all(w.partition("=")[2].isdecimal() for w in flags.mesh.split(",")):
-        parser.error(f"--mesh {flags.mesh}: wanted NAME=SIZE,..., such as dp_shard=2,tp=2")
-    return flags
+    return Flags(**{**values, "data": tuple(values["data"])})
 
 
 def schedule(step: int, warmup: int, total: int, lowest: float = 0.1) -> float:
@@ -144,15 +144,18 @@ def schedule(step: int, warmup: int, total: int, lowest: float = 0.1) -> float:
     return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def cross_entropy(logits: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
+    """In nats per token; logits (B, T, vocab), y (B, T) int64."""
+    return F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction=reduction)
+
+
 def loss_of(model: nn.Module, x: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross entropy in nats per token; x, y (B, T) int64."""
-    return F.cross_entropy(model(x).float().flatten(0, 1), y.flatten(), reduction=reduction)
+    """x, y (B, T) int64."""
+    return cross_entropy(model(x), y, reduction)
 
 
 @torch.no_grad()
-def validate(
-    model: nn.Module, windows: Windows, run: harness.Session, flags: Flags, autocast: Any
-) -> float:
+def validate(model: nn.Module, windows: Windows, run: harness.Session, flags: Flags) -> float:
     """Mean loss over `eval_windows` windows spread over the held-out text, shared out over the
     ranks.
 
@@ -170,8 +173,7 @@ def validate(
             torch.stack(t).to(run.device)
             for t in zip(*(windows[i] for i in batches[min(mine, len(batches) - 1)]), strict=True)
         )
-        with autocast():
-            loss = loss_of(model, x, y, reduction="sum")
+        loss = loss_of(model, x, y, reduction="sum")
         if mine < len(batches):
             total += loss
             tokens += y.numel()
@@ -185,28 +187,36 @@ def validate(
 
 def build(flags: Flags, run: harness.Session) -> tuple[nn.Module, int, float]:
     """The model as this rank trains it, its parameters, and FLOPs of a token."""
-    ranks: dict[str, int] = {}  # by dimension of the mesh, also of `harness run --mesh`
-    if torch.distributed.is_initialized():
-        ranks = dict(zip(run.mesh.mesh_dim_names or (), run.mesh.shape, strict=True))
-    sharded, tp = flags.parallel == "fsdp2" or "dp_shard" in ranks, ranks.get("tp", 1)
-    if not flags.model:
-        model: GPT | Transformer = GPT(flags.shape, flags.seq, flags.dropout, flags.checkpointing)
+    ranks = ranks_of(run)
+    shards, tp, pp = (ranks.get(name, 1) for name in ("dp_shard", "tp", "pp"))
+    # over ranks of the mesh, or without one over all
+    sharded = shards * tp > 1 or ("dp_shard" not in ranks and flags.parallel == "fsdp2")
+    untied = {} if flags.tied else {"tied": False}
+    shape = harness.model_shape(flags.model, **untied) if flags.model else None
+    check(ranks, shape, flags.eval_every, flags.compile)
+    if shape is None:
+        model: nn.Module = GPT(flags.shape, flags.seq, flags.dropout, flags.checkpointing)
     else:
         if flags.dropout:
             raise harness.BadInput("--dropout: wanted none with --model, found some")
-        shape = harness.model_shape(flags.model)
-        with torch.device("meta" if sharded and tp == 1 else "cpu"):
+        with torch.device("meta" if sharded or pp > 1 else "cpu"):
             model = Transformer(shape, flags.seq, flags.checkpointing)
     parameters, flops = model.parameter_count(), model.flops_per_token(flags.seq)
-    if tp > 1:
-        split_products(model, run.mesh["tp"])
     if flags.float8:
-        raise harness.BadInput("--float8: wanted a harness that has it, found none yet")
+        harness.float8(model.blocks, flags.float8)
+    if shape is not None:
+        harness.tensor_parallel(model, run, PLAN)
+        experts = [block.mlp.experts for block in model.blocks if shape.experts]
+        harness.expert_parallel(model, run, experts)
     if flags.compile:
         for block in model.blocks:
             # in place: names in snapshots stay, so compiled and not compiled runs can resume each
             # other
             block.compile()
+    if half := {"bf16": torch.bfloat16, "fp16": torch.float16}.get(flags.dtype):
+        model.forward = torch.autocast(run.device.type, half)(model.forward)
+    if pp > 1:
+        model = harness.pipeline(model, run, cross_entropy, everywhere=["rotary"])
     if sharded:
         harness.fsdp2(model, run)
     if "/" in flags.model:
@@ -222,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         snapshot_every_steps=flags.snapshot_every_steps,
         keep_snapshots=flags.keep_snapshots,
         reduce=flags.reduce,
-        mesh=flags.sizes or None,
+        mesh=flags.mesh or None,
     )
     train, held_out = split(prepare(flags.data, Path(flags.cache).expanduser()), flags.seq)
     model, parameters, flops = build(flags, run)
@@ -250,10 +260,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{flags.global_batch * flags.seq} tokens a step"
     )
 
-    def autocast() -> Any:
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(flags.dtype)
-        return torch.autocast(run.device.type, dtype=half) if half else contextlib.nullcontext()
-
+    staged = ranks_of(run).get("pp", 1) > 1
     sizes = {
         "total": flags.steps,
         "global_batch": flags.global_batch,
@@ -262,10 +269,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "flops_per_sample": flops * flags.seq,
     }
     for step in run.steps(train, **sizes, num_workers=flags.num_workers):
-        for x, y in step:
-            with autocast():
-                loss = loss_of(model, x, y)
-            step.backward(loss)
+        if staged:
+            step.pipeline()
+        else:
+            for x, y in step:
+                step.backward(loss_of(model, x, y))
         step.update(clip_norm=flags.clip)
         if ema:
             ema.update(step.number)
@@ -275,10 +283,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             else ""
         )
         if flags.eval_every and (step.number % flags.eval_every == 0 or step.number == flags.steps):
-            metrics = {"val_loss": validate(model, held_out, run, flags, autocast)}
+            metrics = {"val_loss": validate(model, held_out, run, flags)}
             if ema:
                 with ema.in_place():
-                    metrics["ema_val_loss"] = validate(model, held_out, run, flags, autocast)
+                    metrics["ema_val_loss"] = validate(model, held_out, run, flags)
             run.log(**metrics)
             line = f"step {step.number}: loss {step.loss:.4f} " + " ".join(
                 f"{k} {v:.4f}" for k, v in metrics.items()

@@ -42,10 +42,7 @@ with torch.device("meta" if run.world > 1 else "cpu"):
     model = models.Transformer(harness.model_shape(a.source), 16)
 if run.world > 1:
     sys.modules["harness.worker.pretrained"].SafetensorsFiles = Counting
-    tp = run.mesh["tp"]
-    if tp.size() > 1:
-        model = models.Transformer(harness.model_shape(a.source), 16)
-        models.split_products(model, tp)
+    harness.tensor_parallel(model, run, models.PLAN)
     harness.fsdp2(model, run)
 harness.load_pretrained(model, a.source)
 if run.world > 1:

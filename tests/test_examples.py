@@ -378,8 +378,10 @@ def test_flags() -> None:
     assert (flags.lr, flags.data, flags.checkpointing) == (0.5, ("a", "b*"), True)
     assert (flags.snapshot_every_s, flags.snapshot_every_steps, flags.dtype) == (2.5, 7, "bf16")
     flags = pretrain.parse(["--model", "llama-1b", "--mesh", "dp_shard=2,tp=4"])
-    assert (flags.model, flags.sizes) == ("llama-1b", {"dp_shard": 2, "tp": 4})
-    for wrong in (["--dtype", "int8"], ["--mesh", "dp_shard"], ["--mesh", "tp=two"]):
+    assert (flags.model, flags.mesh, flags.float8) == ("llama-1b", "dp_shard=2,tp=4", None)
+    for line, recipe in (("--float8 --ema", "tensorwise"), ("--float8 rowwise", "rowwise")):
+        assert pretrain.parse(line.split()).float8 == recipe
+    for wrong in (["--dtype", "int8"], ["--float8", "columnwise"]):
         with pytest.raises(SystemExit):
             pretrain.parse(wrong)
     # five ranks have uneven shares

@@ -6,6 +6,7 @@ Knows torchao's entrances, imported when it is asked for.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,8 @@ def float8(
     if not emulate:
         check_hardware(recipe if isinstance(recipe, str) else type(recipe).__name__)
     chosen = only or fits
-    if not any(isinstance(m, nn.Linear) and chosen(m, n) for n, m in model.named_modules()):
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    if not any(chosen(m, name) for name, m in linear.items()):
         raise BadInput(
             f"harness.float8: wanted linear layers whose dimensions {DIVISOR} divides, found none"
             f"{' that only= names' if only else ''}; leave it out"
@@ -64,11 +66,22 @@ def float8(
         if emulate:
             config = dataclasses.replace(config, emulate=True)
         ao.convert_to_float8_training(model, module_filter_fn=chosen, config=config)
-        return model
-    from torchao.quantization import quantize_
+    else:
+        from torchao.quantization import quantize_
 
-    quantize_(model, config, filter_fn=lambda m, name: isinstance(m, nn.Linear) and chosen(m, name))
+        quantize_(model, config, filter_fn=lambda m, name: name in linear and chosen(m, name))
+    for name, was in linear.items():
+        _keep_beginning(model.get_submodule(name), was)
     return model
+
+
+def _keep_beginning(now: nn.Module, was: Any) -> None:
+    """What is on the meta device gets its values later, and as the class that it was of has it."""
+    if type(now) is type(was) or type(was) is nn.Linear:
+        return
+    for key, value in vars(was).items():
+        vars(now).setdefault(key, value)
+    vars(now)["reset_parameters"] = functools.partial(type(was).reset_parameters, now)
 
 
 def fits(module: nn.Module, name: str) -> bool:

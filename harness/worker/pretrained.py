@@ -19,6 +19,7 @@ from torch import nn
 from harness.core.models import ModelShape, named_shape, shape_of
 from harness.core.world import BadInput
 from harness.worker.materialize import Materials
+from harness.worker.pipeline import Pipeline
 from storage.errors import NotFound
 from storage.hf_names import TABLES, TensorIndex, as_published, moves, tie, to_ours
 from storage.json_text import BadObject, parsed
@@ -45,10 +46,10 @@ def load_pretrained(model: nn.Module, url: str) -> nn.Module:
     """Fill the model with the safetensors in a folder or bucket, as `save_pretrained` of
     transformers (or `harness snapshots export`) writes them.
 
-    The model may be plain, sharded by `harness.fsdp2`, split by tensor parallelism, or on the meta
-    device; its tensors have the names of `examples/models.py`, or Hugging Face's own. They keep
-    their dtype. Call it before `run.prepare`: where a run has a snapshot, that counts. Raises
-    BadInput, StoreError.
+    The model may be plain, sharded by `harness.fsdp2`, split by tensor parallelism, stages of a
+    `harness.pipeline`, or on the meta device; its tensors have the names of `examples/models.py`,
+    or Hugging Face's own. They keep their dtype. Call it before `run.prepare`: where a run has a
+    snapshot, that counts. Raises BadInput, StoreError.
     """
     config = _config(url)
     off_meta(model)
@@ -56,8 +57,9 @@ def load_pretrained(model: nn.Module, url: str) -> nn.Module:
     try:
         files = SafetensorsFiles(open_store(url))
         files.index = as_published(config, files.index)
-        moved = moves(config, tensors) if kind in TABLES else ()
-        wanted = {m.theirs for m in moved} or set(tensors)
+        names = _names(model, tensors)
+        moved = moves(config, names) if kind in TABLES else ()
+        wanted = {m.theirs for m in moved} or names
         index = tie(files.index, wanted, bool(config.get("tie_word_embeddings", kind in _TIED)))
         index = to_ours(index, moved) if moved else index
     except ValueError as e:
@@ -73,6 +75,7 @@ def config_of(model: nn.Module | None) -> dict[str, Any]:
     """What a snapshot keeps of a model that says what it is (`model.config.to_dict()`, as
     transformers' models and those of examples/models.py do), so that an export needs nothing else;
     {}: it does not say."""
+    model = model.parts[0] if isinstance(model, Pipeline) else model
     inner = getattr(model, "_orig_mod", model)
     to_dict = getattr(getattr(inner, "config", None), "to_dict", None)
     if not callable(to_dict) or hasattr(inner, "peft_config"):  # the base's, not what is trained
@@ -94,6 +97,12 @@ def off_meta(model: nn.Module, seed: int = 0) -> None:
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """By the names that they would have if nothing were wrapped."""
     return {plain_name(name): t for name, t in model.state_dict().items()}
+
+
+def _names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Of `tensors`, and of what other stages of a pipeline have."""
+    others = map(plain_name, model.names) if isinstance(model, Pipeline) else ()
+    return {*tensors, *others}
 
 
 def _fill(files: SafetensorsFiles, index: TensorIndex, name: str, tensor: torch.Tensor) -> None:

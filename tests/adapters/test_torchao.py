@@ -89,3 +89,25 @@ def test_float8_changes_no_name_and_says_what_it_lacks():
     assert {name: t.dtype for name, t in model.state_dict().items()} == names
     assert [type(m).__name__ for m in model] == ["Float8Linear", "ReLU", "Linear"]
     assert torch.isfinite(model(torch.randn(16, 32))).all()
+
+
+class Halves(nn.Linear):
+    """Begins in a way of its own."""
+
+    def __init__(self, size, value):
+        self.value = value
+        super().__init__(size, size)
+
+    def reset_parameters(self):
+        nn.init.constant_(self.weight, self.value)
+        nn.init.zeros_(self.bias)
+
+
+def test_float8_layers_begin_as_they_would_have():
+    with torch.device("meta"):
+        model = nn.Sequential(Halves(32, 0.5), nn.ReLU(), nn.Linear(32, 64))
+    harness.float8(model, "rowwise", emulate=True)
+    assert [type(m).__name__ for m in model] == ["Float8Linear", "ReLU", "Float8Linear"]
+    model.to_empty(device="cpu")
+    model[0].reset_parameters()
+    assert torch.equal(model[0].weight, torch.full((32, 32), 0.5)) and not model[0].bias.any()
