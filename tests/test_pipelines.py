@@ -217,7 +217,7 @@ def test_copies_come_and_go(whole, nodes, mesh):  # noqa: F811
         ("pp=2", 2, ["--schedule", "2f2b"], "wanted one of gpipe, 1f1b"),
         ("pp=2", 2, ["--norm", "SyncBatchNorm"], "other stages have none of it"),
         ("pp=2,dp_shard=2", 4, ["--schedule", "zero-bubble"], "its backward comes in two parts"),
-        ("pp=2,tp=2", 4, ["--reduce", "exact"], "reduce='exact' sums over dp_shard and dp_repl"),
+        ("pp=2,tp=2", 4, ["--reduce", "exact"], "reduce='exact' sums within stages of a pipeline"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, mesh, world, flags, says):
