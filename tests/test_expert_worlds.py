@@ -147,7 +147,7 @@ def test_a_node_is_lost_or_drained_and_a_newcomer_comes(alone, nodes, end, code)
     [
         ("dp_shard=2,ep=2", ["--whole"], "wanted a model whose experts lie over ep, found none"),
         ("dp_shard=2,ep=2", ["--reduce", "exact"], "an expert's gradient is one sum over the rows"),
-        ("tp=2", [], "Router counts the tokens of its rank: wanted ranks with samples of their"),
+        ("cp=2", [], "Router counts the tokens of its rank: wanted ranks with samples of their"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, mesh, flags, says):
