@@ -281,14 +281,14 @@ def unsettled(self: Rendezvous, m: Any, epoch: int) -> bool:
     return True
 
 
-def skipping(self: Rendezvous, last: Any, ready: Any, max_world: Any) -> Any:
+def skipping(self: Rendezvous, *told: Any) -> Any:
     """Epochs' numbers have gaps."""
-    return replace(sound_propose(self, last, ready, max_world), epoch=self._number + 2)
+    return replace(sound_propose(self, *told), epoch=self._number + 2)
 
 
-def doubling(self: Rendezvous, last: Any, ready: Any, max_world: Any) -> Any:
+def doubling(self: Rendezvous, *told: Any) -> Any:
     """Names its first member twice."""
-    made = sound_propose(self, last, ready, max_world)
+    made = sound_propose(self, *told)
     return replace(
         made,
         members=(*made.members, made.members[0]),

@@ -44,7 +44,7 @@ def test_the_worlds_are_hostile_and_no_kind_of_fault_is_left_out() -> None:
     assert kinds.keys() == KINDS.keys()
     assert min(kinds.values()) >= 10, kinds
     played = [play(seed) for seed in range(1000, 1030)]
-    assert sum(p.epochs > 3 for p in played) >= 5
+    assert sum(p.epochs > 3 for p in played) >= 4
     assert sum(p.controllers > 1 for p in played) >= 1
 
 
