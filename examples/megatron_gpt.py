@@ -23,7 +23,6 @@ import harness
 import torch
 import torch.distributed as dist
 from harness.adapters import megatron
-from harness.core import batch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -116,14 +115,6 @@ def sharded(gpt: GPTModel, optimizer: Any, loading: bool = False) -> dict[str, A
     return {"model": of_model, "optimizer": of_optimizer}
 
 
-def shares(batching: batch.Batching, step: int) -> list[list[int]]:
-    """Of each micro-batch that this rank's replica does in `step`, the samples: by our plan over
-    Megatron's data-parallel group. Each sample of the step is in one replica's."""
-    plan = batch.plan(batching.micro_batches, parallel_state.get_data_parallel_world_size())
-    micros = plan.micros(parallel_state.get_data_parallel_rank())
-    return [batch.indices(batching, step, micro).tolist() for micro in micros]
-
-
 def forward_step(rows: Iterator[tuple[Tensor, Tensor]], model: Any) -> tuple[Tensor, Any]:
     """As Megatron's schedules call it: the output, and what makes a loss of it."""
     x, y = next(rows)
@@ -192,9 +183,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         gpt.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
     Path(a.out).mkdir(exist_ok=True)
-    batching = batch.Batching(len(data), a.global_batch, a.micro_batch, a.seed)
     for step in range(begin + 1, a.steps + 1):
-        loss = train_step(model, optimizer, data, shares(batching, step), a)
+        mine = megatron.own_samples(len(data), a.global_batch, a.micro_batch, step, a.seed)
+        loss = train_step(model, optimizer, data, mine, a)
         run.print(f"step {step}: loss {run.sum(loss) / (a.global_batch * a.seq):.4f}")
         leaving = run.files.leaving()
         if leaving or run.files.due or step == a.steps:

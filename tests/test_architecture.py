@@ -206,7 +206,6 @@ DOORS = (
     "harness.adapters.megatron",
     "harness.attach",
     "harness.chunked_cross_entropy",
-    "harness.core.batch",
     "harness.fsdp2",
 )
 

@@ -28,7 +28,7 @@ def test_killed_at_any_moment_and_started_again_makes_the_same(tmp_path):
     while True:
         process = subprocess.Popen(list(map(str, words)), env=environment(), text=True)
         # some objects later, and then some
-        more = sum(1 for path in folder.rglob("*") if path.is_file()) + rng.randrange(2, 14)
+        more = sum(1 for path in folder.rglob("*") if path.is_file()) + rng.randrange(1, 6)
         until(
             lambda: process.poll() is not None  # noqa: B023
             or sum(1 for path in folder.rglob("*") if path.is_file()) > more,  # noqa: B023
@@ -44,7 +44,7 @@ def test_killed_at_any_moment_and_started_again_makes_the_same(tmp_path):
         kills += 1
         until(lambda: not any(map(alive, children)), "its processes to die")  # noqa: B023
         assert kills < 40
-    assert kills >= 1  # a fast machine may be done after the first
+    assert kills >= 2
     found = content(folder)
     # of a file that was being written only a temporary name can be left
     assert {name: data for name, data in found.items() if not name.endswith(".tmp")} == wanted

@@ -91,8 +91,7 @@ def test_examples_use_public_names_only() -> None:
                     a.name for a in node.names if a.name.startswith(("harness.", "storage."))
                 ], path.name
             elif isinstance(node, ast.ImportFrom):
-                if node.module in ("harness.adapters", "harness.core"):  # another's loop needs them
-                    assert path.name == "megatron_gpt.py"
+                if node.module == "harness.adapters":  # the doors of docs/trainers
                     continue
                 assert (node.module or "").partition(".")[0] not in ("harness", "storage"), (
                     path.name
@@ -422,7 +421,10 @@ def test_ema_follows_and_steps_aside() -> None:
 def test_the_model_learns_real_text(tmp_path: Path) -> None:
     """A plain loop without harness: from guessing (5.5 nats a byte) to below 3.5 in 40 steps of
     1024 bytes."""
-    train, held_out = text.split(text.prepare([str(EXAMPLES)], tmp_path), 64)
+    torch.manual_seed(0)
+    # what is easy in other examples (rows of spaces) would be known to who knows nothing
+    files = [str(EXAMPLES / f"{name}.py") for name in ("elastic", "gpt", "plain", "text")]
+    train, held_out = text.split(text.prepare(files, tmp_path), 64)
     model = gpt.GPT(gpt.Shape(2, 64, 2), 64)
     optimizer = torch.optim.AdamW(gpt.decay_groups(model, 0.1), lr=3e-3)
     x, y = (
@@ -438,7 +440,7 @@ def test_the_model_learns_real_text(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     after = pretrain.loss_of(model, x, y).item()
-    assert before > 5.0  # of 5.5, that knowing nothing has
+    assert before > 5.3
     assert after < 3.5
 
 

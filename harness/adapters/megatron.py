@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 
 import storage
+from harness.core import batch
 from harness.core.world import BadInput
 from storage.pieces import Pieces
 
 try:
+    from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
     from megatron.core.dist_checkpointing.mapping import (
         ShardedObject,
@@ -43,6 +45,18 @@ except ImportError as e:
 BACKEND, VERSION = "spotharness", 1  # as Megatron's metadata.json names them
 TENSORS, OBJECTS = "tensors", "objects"  # in what is stored
 BYTES = "bytes of a file"  # an object that was an io.BytesIO
+
+
+def own_samples(
+    samples: int, global_batch: int, micro_batch: int, step: int, seed: int = 0
+) -> list[list[int]]:
+    """Of each micro-batch that this rank's replica does in `step`, the places in a dataset of so
+    many samples: by our plan over Megatron's data-parallel group. Each sample of the step is in one
+    replica's. Raises BadInput."""
+    batching = batch.Batching(samples, global_batch, micro_batch, seed)
+    plan = batch.plan(batching.micro_batches, parallel_state.get_data_parallel_world_size())
+    micros = plan.micros(parallel_state.get_data_parallel_rank())
+    return [batch.indices(batching, step, micro).tolist() for micro in micros]
 
 
 class SaveSharded(SaveShardedStrategy):  # type: ignore[misc] # Megatron has no types
