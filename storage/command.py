@@ -16,14 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 
 from storage.errors import StoreError, StoreUnavailable
@@ -36,7 +28,7 @@ from storage.opening import normalize, open_store
 from storage.restore import PAUSES_S, Looks, Restore, this_machine
 from storage.retention import AGES_H, Keep
 from storage.snapshots import Snapshots
-from storage.text import Console, plain, why_not_a_word
+from storage.text import Console, plain, progress_bar, why_not_a_word
 from storage.transfer import copy, would_prune
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2
@@ -249,17 +241,6 @@ def _list(args: Any, store: ObjectStore, console: Console, tell: FindNotes) -> i
 
 
 # ---- verify, show --------------------------------------------------------------------------------
-def _bar(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
 def _chosen(store: ObjectStore, step: int | None) -> Ref:
     refs = Snapshots(store).refs()
     found = [ref for ref in refs if step is None or ref.step == step]
@@ -293,7 +274,7 @@ def _verify(args: Any, store: ObjectStore, console: Console, tell: FindNotes) ->
     host, pauses_s = this_machine(), tuple(args.look_again_s)
     restore = Restore(snapshots, host, Looks(lambda: open_store(args.url), time.sleep, pauses_s))
     for ref in refs:
-        with _bar(console) as bar, reading(snapshots, ref):
+        with progress_bar(console) as bar, reading(snapshots, ref):
             task = bar.add_task(f"step {ref.step}")
             why = ""
             try:
@@ -414,7 +395,7 @@ def _export(args: Any, store: ObjectStore, console: Console, tell: FindNotes) ->
     if config is not None and not config.is_file():
         raise ValueError(f"--config {config}: there is no such file")
     check_empty(Path(args.out))
-    with _bar(console) as bar, reading(snapshots, manifest.ref):
+    with progress_bar(console) as bar, reading(snapshots, manifest.ref):
         task = bar.add_task(f"step {manifest.step}")
 
         def progress(done: int, total: int) -> None:
@@ -453,7 +434,7 @@ def _copy(args: Any, store: ObjectStore, console: Console, tell: FindNotes) -> i
     if not refs:
         raise StoreError(f"{store.url}: there is no snapshot that can be copied")
     target = open_store(args.target)
-    with _bar(console) as bar:
+    with progress_bar(console) as bar:
         tasks = {ref: bar.add_task(f"step {ref.step}", visible=False) for ref in refs}
         found = copy(
             store,

@@ -7,11 +7,14 @@ Every command prints through this `Console`. Knows rich; knows nothing of what i
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would compute
 
@@ -53,3 +56,24 @@ class Console(rich.console.Console):
         for segment in super().render(renderable, options):
             harmless = segment.control or segment.text.isprintable() or segment.text == "\n"
             yield segment if harmless else Segment(plain(segment.text, keep="\n"), segment.style)
+
+
+def progress_bar(console: Console) -> Progress:
+    """Of bytes done of how many; nothing where nobody looks."""
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Table
 
 from harness.cli.common import DONE, FAILED, existing_store
 from harness.core.config import FlagParser, add_flags, build, flag, positional
 from harness.core.world import BadInput
 from storage.opening import normalize, open_store
-from storage.text import Console
+from storage.text import Console, progress_bar
 
 if TYPE_CHECKING:
     from harness.data.card import Card
@@ -164,17 +155,8 @@ def prepare(flags: PrepareFlags) -> int:
 
 @contextmanager
 def _bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
     tasks: dict[str, Any] = {}
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with progress_bar(console) as bar:
 
         def watch(what: str, done: int, of: int) -> None:
             if what not in tasks:
@@ -213,10 +195,8 @@ def show(flags: ShowFlags) -> int:
 
 
 def _show_step(run: ObjectStore, url: str, step: int, console: Console) -> None:
-    import numpy as np
-
     from harness.bucket.layout import IDENTITY, Identity
-    from harness.core.batch import Batching, indices_at
+    from harness.core.batch import Batching, indices_at, positions_of
     from harness.data.reading import named_by
 
     found = Identity.decode(run.get(IDENTITY))
@@ -226,7 +206,7 @@ def _show_step(run: ObjectStore, url: str, step: int, console: Console) -> None:
     )
     if step < 1:
         raise BadInput(f"--step {step}: steps are numbered from 1 on")
-    at = np.arange((step - 1) * found.global_batch, step * found.global_batch)
+    at = positions_of(batching, step)
     samples = indices_at(batching, at).tolist()
     dataset.read_ahead(samples)
     for position, sample in zip(at.tolist(), samples, strict=True):
@@ -235,19 +215,26 @@ def _show_step(run: ObjectStore, url: str, step: int, console: Console) -> None:
         _print_item(dataset, sample, what, console)
 
 
+@functools.cache
+def _decoder(spec: str, eos: str, hash: str) -> Callable[[Sequence[int]], str]:
+    """Of ids; numbers where the corpus' tokenizer is not on this computer."""
+    from harness.data.tokenizing import tokenizer_of
+
+    try:
+        found = tokenizer_of(spec, eos)
+    except BadInput:
+        return str
+    return found.decode if found.hash == hash else str
+
+
 def _print_item(dataset: Tokens | Records, item: int, what: str, console: Console) -> None:
     from harness.data.reading import Tokens
-    from harness.data.tokenizing import tokenizer_of
 
     console.print(f"--- {what}", style="bold", highlight=False, markup=False)
     if isinstance(dataset, Tokens):
-        ids = dataset[item][0].tolist()
-        try:
-            tokenizer = tokenizer_of(dataset.card.tokenizer, str(dataset.card.eos))
-            same = tokenizer.hash == dataset.card.tokenizer_hash
-            text = tokenizer.decode(ids) if same else str(ids)
-        except BadInput:  # it is not on this computer
-            text = str(ids)
+        card = dataset.card
+        decode = _decoder(card.tokenizer, str(card.eos), card.tokenizer_hash)
+        text = decode(dataset[item][0].tolist())
         console.print(text[:SHOWN_LETTERS], highlight=False)
         return
     for name, value in dataset[item].items():
@@ -257,6 +244,8 @@ def _print_item(dataset: Tokens | Records, item: int, what: str, console: Consol
 
 
 def _print_card(card: Card, url: str, console: Console) -> None:
+    from rich.table import Table
+
     table = Table(title=f"{card.kind} at {url}", title_justify="left")
     unit = "tokens" if card.tokenizer else "records"
     for column in ("split", "documents", unit, "bytes", "shards"):

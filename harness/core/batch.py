@@ -308,20 +308,23 @@ def digest(hashes: Uint64s) -> int:
     return int(np.sum(hashes, dtype=np.uint64))
 
 
+def positions_of(batching: Batching, first: int, steps: int = 1) -> Int64s:
+    """The positions that so many steps from `first` on consume, in order."""
+    size = batching.global_batch
+    return np.arange((first - 1) * size, (first - 1 + steps) * size, dtype=np.int64)
+
+
 def expected_digest(batching: Batching, step: int) -> int:
     """What the digest of `step` must be, whoever loaded its samples."""
-    where = np.arange(
-        (step - 1) * batching.global_batch, step * batching.global_batch, dtype=np.int64
-    )
+    where = positions_of(batching, step)
     return digest(sample_hash(where, indices_at(batching, where)))
 
 
 def expected_digests(batching: Batching, first: int, steps: int) -> Uint64s:
     """`expected_digest` of so many steps from `first` on, shape (steps,); a tenth of the time."""
-    size = batching.global_batch
-    where = np.arange((first - 1) * size, (first - 1 + steps) * size, dtype=np.int64)
+    where = positions_of(batching, first, steps)
     hashes = sample_hash(where, indices_at(batching, where))
-    found: Uint64s = hashes.reshape(steps, size).sum(axis=1, dtype=np.uint64)
+    found: Uint64s = hashes.reshape(steps, batching.global_batch).sum(axis=1, dtype=np.uint64)
     return found
 
 

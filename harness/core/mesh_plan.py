@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from harness.core.mesh import DP_REPLICATE, MOST, ModelMesh
@@ -168,22 +168,30 @@ def _plans(
     each, left = divmod(global_batch, copies * mesh.dp_shard)
     if left or not each:
         return
+    far = crossing(mesh, copies, gpus.per_node)
     for power in range((each & -each).bit_length()):  # of two, that divide it
         micro_batch = 1 << power
         count = each // micro_batch
         for checkpointing in (False, True):
+            how = micro_batch, count, checkpointing, sequence
+            sent = by_word(shape, mesh, copies, *how)
+            across = sum(nbytes for name, nbytes in sent.items() if name in far)
             plan = MeshPlan(
                 mesh,
                 copies,
                 micro_batch,
                 count,
                 checkpointing,
-                memory(shape, mesh, micro_batch, count, checkpointing, sequence),
-                traffic(shape, gpus, mesh, copies, micro_batch, count, checkpointing, sequence),
+                memory(shape, mesh, *how),
+                MeshTraffic(sum(sent.values()) - across, across),
                 (mesh.pp - 1) / (count + mesh.pp - 1),
                 0.0,
             )
-            yield replace(plan, step_s=_step_s(shape, gpus, plan, sequence))
+            sent_s = {
+                name: nbytes / (gpus.across if name in far else gpus.inside)
+                for name, nbytes in sent.items()
+            }
+            yield replace(plan, step_s=_step_s(shape, gpus, plan, sent_s, sequence))
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -309,31 +317,17 @@ def crossing(mesh: ModelMesh, copies: int, per_node: int) -> frozenset[str]:
     return frozenset(found)
 
 
-def traffic(
+# ---- time ----------------------------------------------------------------------------------------
+def _step_s(
     shape: ModelShape,
     gpus: PlannedGpus,
-    mesh: ModelMesh,
-    copies: int,
-    micro_batch: int,
-    micro_batches: int,
-    checkpointing: bool,
+    plan: MeshPlan,
+    sent: Mapping[str, float],
     sequence: int,
-) -> MeshTraffic:
-    sent = by_word(shape, mesh, copies, micro_batch, micro_batches, checkpointing, sequence)
-    far = crossing(mesh, copies, gpus.per_node)
-    across = sum(nbytes for name, nbytes in sent.items() if name in far)
-    return MeshTraffic(sum(sent.values()) - across, across)
-
-
-# ---- time ----------------------------------------------------------------------------------------
-def _step_s(shape: ModelShape, gpus: PlannedGpus, plan: MeshPlan, sequence: int) -> float:
-    """Compute, beside which parameters, keys and gradients travel; then what is waited for."""
-    mesh, far = plan.mesh, crossing(plan.mesh, plan.copies, gpus.per_node)
-    how = plan.micro_batch, plan.micro_batches, plan.checkpointing, sequence
-    sent = {
-        name: nbytes / (gpus.across if name in far else gpus.inside)
-        for name, nbytes in by_word(shape, mesh, plan.copies, *how).items()
-    }
+) -> float:
+    """Compute, beside which parameters, keys and gradients travel; then what is waited for. `sent`:
+    seconds, by the dimension of the mesh."""
+    mesh = plan.mesh
     samples = plan.copies * mesh.dp_shard * plan.micro_batch * plan.micro_batches
     flops = samples * sequence * shape.flops_per_token(sequence) / gpus.count
     # layers that the stages cannot share out evenly

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -53,7 +52,7 @@ from harness.data.unit_maker import (
 )
 from harness.node.processes import die_with_parent
 from storage.errors import NotFound
-from storage.objects import ObjectStore, get_each
+from storage.objects import ObjectStore, get_each, size_each
 from storage.opening import open_store
 
 POLL_S = 0.2  # how often progress is shown
@@ -120,14 +119,18 @@ def prepare(
     dropped: dict[int, Int64Array] = {}
     if plan.settings.dedup:
         _do(store, url, plan, part, jobs, _hash_unit, hashes_key, watch, {})
-        found = _hashes(store, plan)
-        if found is None:
+        hashed = _keys_if_done(store, plan, hashes_key)
+        if hashed is None:
             return _made(store, plan)
-        dropped = duplicates(found, sum(map(len, found())))
+        nbytes = sum(size or 0 for _, size in size_each(store, hashed))
+        dropped = duplicates(lambda: (data or b"" for _, data in get_each(store, hashed)), nbytes)
     _do(store, url, plan, part, jobs, _make_unit, note_key, watch, dropped)
-    notes = _notes(store, plan)
-    if notes is None:  # or whoever was last is about to finish, or has just done so
+    noted = _keys_if_done(store, plan, note_key)
+    if noted is None:  # or whoever was last is about to finish, or has just done so
         return _made(store, plan)
+    notes = [
+        UnitNote.decode(data or b"", f"{store.url}/{key}") for key, data in get_each(store, noted)
+    ]
     count = sum(map(len, dropped.values())) if plan.settings.dedup else -1
     return _finish(store, plan, notes, licence, count)
 
@@ -199,13 +202,10 @@ def _do(
     with _processes(min(jobs, len(left)), url, plan) as (pool, counter):
         futures = {pool.submit(_in_process, job, *one) for one in given}
         while futures:
-            ended = [future for future in futures if future.done()]
-            futures.difference_update(ended)
-            for future in as_completed(ended):
+            ended, futures = wait(futures, POLL_S)
+            for future in ended:
                 future.result()
             watch(what, before + counter.value, whole)
-            if not ended:
-                time.sleep(POLL_S)
 
 
 _NONE = np.zeros(0, np.int64)
@@ -253,12 +253,12 @@ def _nbytes(unit: WorkUnit) -> int:
 
 
 # ---- what all units have become ------------------------------------------------------------------
-def _hashes(store: ObjectStore, plan: PreparePlan) -> Callable[[], Iterable[bytes]] | None:
-    """Reads the hashes of all units, in their order; None: some are not there yet."""
-    keys = [hashes_key(plan.work, unit.number) for unit in plan.units]
-    if not {*keys} <= {*store.list(plan.work)}:
-        return None
-    return lambda: (data or b"" for _, data in get_each(store, keys))
+def _keys_if_done(
+    store: ObjectStore, plan: PreparePlan, key: Callable[[str, int], str]
+) -> list[str] | None:
+    """Of all units, in their order; None: some are not there yet."""
+    keys = [key(plan.work, unit.number) for unit in plan.units]
+    return keys if {*keys} <= {*store.list(plan.work)} else None
 
 
 def duplicates(
@@ -283,15 +283,6 @@ def duplicates(
         for unit in np.unique(unit_of[again]).tolist():
             out.setdefault(unit, []).append(np.sort(number[again][unit_of[again] == unit]))
     return {unit: np.concatenate(each) for unit, each in out.items()}
-
-
-def _notes(store: ObjectStore, plan: PreparePlan) -> list[UnitNote] | None:
-    """Of all units; None: some are not there yet."""
-    keys = [note_key(plan.work, unit.number) for unit in plan.units]
-    if not {*keys} <= {*store.list(plan.work)}:
-        return None
-    found = get_each(store, keys)
-    return [UnitNote.decode(data or b"", f"{store.url}/{key}") for key, data in found]
 
 
 def _finish(

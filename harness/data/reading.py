@@ -138,7 +138,6 @@ class Records:
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         """Fetch what these items lie in, several reads at once."""
-        self._reader.chunks.ahead(self._entries(indices))
         self._reader.chunks.ahead(self._ranges(indices))
 
     def content_ids(self, indices: Sequence[int], as_read: bool = True) -> Int64Array:
@@ -167,8 +166,9 @@ class Records:
         return out
 
     def _ranges(self, indices: Sequence[int]) -> Ranges:
-        chunks, out = self._reader.chunks, []
-        for i, place in zip(indices, self._entries(indices), strict=True):
+        chunks, entries, out = self._reader.chunks, self._entries(indices), []
+        chunks.ahead(entries)
+        for i, place in zip(indices, entries, strict=True):
             shard = _shard_of(chunks.index.item_starts, i % len(self))
             ends = np.frombuffer(chunks.read(*place), END)
             begin = int(chunks.index.shard_starts[shard])

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from harness.core.world import BadInput
 from storage.errors import NotFound
-from storage.objects import ObjectStore, read_into
+from storage.objects import ObjectStore, read_into, size_each
 from storage.opening import open_store
 
 FUNCTION = "python:"  # a source that is a function: python:pkg.module:function?name=value
@@ -120,8 +120,11 @@ def _remote(source: str) -> list[SourceFile]:
         root = source[: next(i for i, c in enumerate(source) if c in "*?[")].rpartition("/")[0]
         pattern = source[len(root) + 1 :]
     store = store_of(root)
-    keys = fnmatch.filter(store.list(""), pattern)
-    return [SourceFile(f"{root}/{key}", store.size(key)) for key in keys]
+    found = size_each(store, fnmatch.filter(store.list(""), pattern))
+    return [  # of one that is gone by now, the store says so
+        SourceFile(f"{root}/{key}", store.size(key) if nbytes is None else nbytes)
+        for key, nbytes in found
+    ]
 
 
 @functools.cache

@@ -6,6 +6,7 @@ In memory: one shard of each split, and a batch of text on its way through the t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -52,10 +53,13 @@ class UnitMaker:
         self, store: ObjectStore, settings: CorpusSettings, work: str, tell: Tell = lambda n: None
     ):
         self._store, self._settings, self._work, self._tell = store, settings, work, tell
-        self._tokenizer: Tokenizer | None = None
-        if settings.reading.kind != RECORDS:
-            self._tokenizer = tokenizer_of(settings.tokenizer, settings.eos)
         self._seed = settings.seed.to_bytes(8, "little")
+
+    @functools.cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        """Records have none, and hashing documents needs none."""
+        s = self._settings
+        return None if s.reading.kind == RECORDS else tokenizer_of(s.tokenizer, s.eos)
 
     def hash(self, unit: WorkUnit) -> None:
         """Leave the hashes of its documents, one after the other: for `duplicates`."""
@@ -75,8 +79,7 @@ class UnitMaker:
         kept = (one for i, one in enumerate(self._documents(unit)) if i not in dropped)
         if self._tokenizer is None:
             for one in kept:
-                raw = _raw(one)
-                writers[self._split_of(raw)].add(raw, 1)
+                writers[self._split_of(one)].add(_raw(one), 1)
         else:
             self._tokens(self._tokenizer, kept, writers)
         for writer in writers.values():
@@ -99,9 +102,11 @@ class UnitMaker:
                     left, seen = left - told, 0
             self._tell(left)
 
-    def _split_of(self, raw: bytes) -> str:
+    def _split_of(self, document: Document) -> str:
         """By the document's content and the seed alone."""
-        found = blake3.blake3(self._seed + raw).digest(8)
+        if not self._settings.held_out:
+            return TRAIN
+        found = blake3.blake3(self._seed).update(_raw(document)).digest(8)
         share = int.from_bytes(found, "little") / 2**64
         return VALIDATION if share < self._settings.held_out else TRAIN
 
@@ -120,7 +125,7 @@ class UnitMaker:
             letters = 0
 
         for document in kept:
-            writer = writers[self._split_of(_raw(document))]
+            writer = writers[self._split_of(document)]
             if not isinstance(document, str):
                 flush()
                 _add(writer, tokenizer, np.asarray(document), True)

@@ -10,11 +10,9 @@ what its index says, `harness data verify` finds out.
 
 from __future__ import annotations
 
-import numpy as np
-
 from harness.bucket.layout import IDENTITY
 from harness.core import records as rec
-from harness.core.batch import Batching, digest, indices_at, sample_hash
+from harness.core.batch import Batching, digest, indices_at, positions_of, sample_hash
 from harness.core.world import BadInput, HarnessError
 from harness.data.reading import Records, Tokens, named_by
 from harness.views.audit_facts import AuditProgress
@@ -82,7 +80,6 @@ def _compare(
 
 def expected_contents(batching: Batching, dataset: Tokens | Records, step: int) -> int:
     """What `StepRecord.contents` must be, by the index."""
-    size = batching.global_batch
-    at = np.arange((step - 1) * size, step * size, dtype=np.int64)
+    at = positions_of(batching, step)
     samples = indices_at(batching, at).tolist()
     return digest(sample_hash(at, dataset.content_ids(samples, as_read=False)))
