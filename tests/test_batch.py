@@ -233,6 +233,7 @@ def test_sizes_around_powers_of_two(n: int) -> None:
     assert np.array_equal(np.sort(permute(np.arange(n), n, 7)), np.arange(n))
 
 
+@settings(deadline=None)
 @given(
     st.integers(2**30, MAX_SAMPLES),
     st.integers(0, 2**64 - 1),
