@@ -198,9 +198,11 @@ class Counting:
     ) -> torch.Tensor:
         """Of gradients, real numbers of (n,) each. `shards`: groups of ranks that share
         parameters; `stages`: ranks that have other ones."""
-        numel = torch.tensor(sum(p.numel() for p in self.parameters), device=self.device)
+        numel = sum(p.numel() for p in self.parameters)
         if stages is not None:
-            dist.all_reduce(numel, group=stages)
+            every = torch.tensor(numel, device=self.device)
+            dist.all_reduce(every, group=stages)
+            numel = int(every)
         there = [*shards, *([] if stages is None else [stages])]
 
         def over(op: dist.ReduceOp.RedOpType) -> Callable[[torch.Tensor], None]:
@@ -211,7 +213,7 @@ class Counting:
             return all_reduce
 
         return exact_norm(
-            parts, int(numel), self.device, over(dist.ReduceOp.MAX), over(dist.ReduceOp.SUM)
+            parts, numel, self.device, over(dist.ReduceOp.MAX), over(dist.ReduceOp.SUM)
         )
 
     def must_not_repeat(self, again: Callable[[], bool]) -> None:

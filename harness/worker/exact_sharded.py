@@ -15,7 +15,7 @@ from harness.core.world import BadInput
 from harness.worker.counting import Counting
 from harness.worker.parallel import Sharded
 from harness.worker.rounding import NAMES
-from harness.worker.sharding import fsdp_groups, needs, offloaded_to_host
+from harness.worker.sharding import fsdp_groups, needs, offloaded_to_host, sharded_as
 from storage.names import plain_name
 
 if TYPE_CHECKING:
@@ -235,8 +235,6 @@ class ExactSharded(Sharded):
         self.counting.must_not_repeat(self.again)
 
     def divide(self, weight: float | torch.Tensor) -> None:
-        from torch.distributed.tensor import DTensor
-
         for group in self._groups:
             assert group.mine is not None
             column = 0
@@ -246,14 +244,7 @@ class ExactSharded(Sharded):
                 self.counting.write(
                     i, group.mine[column : column + grad.numel()], weight, grad.view(-1)
                 )
-                p.grad = DTensor.from_local(
-                    grad,
-                    p.device_mesh,
-                    p.placements,
-                    run_check=False,
-                    shape=p.shape,
-                    stride=p.stride(),
-                )
+                p.grad = sharded_as(p, grad)
                 column += self._columns(i, group.process_group.size())
             group.mine = None
         self.counting.applied()

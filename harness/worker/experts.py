@@ -93,11 +93,11 @@ def _sent_there_and_back(
     def dispatch(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         arriving = torch.empty_like(counts)  # (ranks * own experts,)
         dist.all_to_all_single(arriving, counts.contiguous(), group=group)
-        sent = counts.view(ranks, -1).sum(1).tolist()
-        received = arriving.view(ranks, -1).sum(1).tolist()
+        both = torch.stack([counts, arriving]).view(2, ranks, -1).sum(2)
+        sent, received = both.tolist()  # the device is waited for once
         rows = _exchanged(rows, sent, received, group)
         own = torch.arange(len(counts) // ranks, device=rows.device).repeat(ranks)
-        order = own.repeat_interleave(arriving).argsort(stable=True)
+        order = own.repeat_interleave(arriving, output_size=len(rows)).argsort(stable=True)
         with _own_parts(experts):
             out = forward(rows.index_select(0, order), arriving.view(ranks, -1).sum(0))
         out = out.index_select(0, order.argsort())

@@ -160,7 +160,7 @@ class Feed:
 
 def shapes_of(model: nn.Module, by_wrappers: bool = False) -> list[tuple[str, list[int], str]]:
     """Name, shape and dtype of each tensor that the model saves."""
-    if isinstance(model, Pipeline):
+    if isinstance(model, Pipeline) and model.total > 1:
         return model.shapes
     return [
         (name if by_wrappers else plain_name(name), list(t.shape), str(t.dtype))

@@ -64,14 +64,13 @@ def fsdp2(
         how["offload_policy"] = CPUOffloadPolicy(pin_memory=run.device.type == "cuda")
     if peers.model_mesh is not None and peers.model_mesh.tp > 1:
         _check_split(model, peers.model_mesh, reshard_after_forward)
-    for part in model.parts if isinstance(model, Pipeline) else [model]:
-        if peers.model_mesh is None:
-            shard(part, run.device, blocks, run.seed, init=init, **how)
-            continue
+    groups = None
+    if peers.model_mesh is not None:
         alike = peers.across
         if peers.parts > 1:
             alike = run.mesh[(*FSDP_DIMS, "cp")]._flatten("alike").get_group()
         groups = ShardGroups(fsdp_mesh(run.mesh), alike, peers.same_stage, peers.expert_mesh)
+    for part in model.parts if isinstance(model, Pipeline) else [model]:
         shard(part, run.device, blocks, run.seed, groups, init, **how)
     return model
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from harness.core.world import BadInput
+from harness.worker.sharding import sharded_as
 from storage.pieces import Pieces
 
 HOMES = {  # kinds of tensors that are taken apart, and where each is made
@@ -77,14 +78,7 @@ def _laid_out(name: str, inner: torch.Tensor, whole: torch.Tensor) -> torch.Tens
     _check_rows(whole)
     local = whole.to_local()
     if inner.shape == local.shape:
-        return DTensor.from_local(
-            inner,
-            whole.device_mesh,
-            whole.placements,
-            run_check=False,
-            shape=whole.shape,
-            stride=whole.stride(),
-        )
+        return sharded_as(whole, inner)
     each = local.numel() // inner.numel()
     return Pieces.of_flat((whole.numel() // each,), _first(whole) // each, inner)
 
@@ -104,16 +98,7 @@ def _together(stored: dict[str, Any], parameter: Any, name: str) -> torch.Tensor
             inner[key] = part.to(like.device)
     context = [like.shape if c == SHAPE else c for c in stored[CONTEXT]]
     made: torch.Tensor = kind(*(inner[key] for key in kind.tensor_attrs), *context)
-    if not split:
-        return made
-    return DTensor.from_local(
-        made,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return sharded_as(parameter, made) if split else made
 
 
 def _part(value: torch.Tensor, parameter: torch.Tensor, held: int, name: str) -> torch.Tensor:

@@ -74,7 +74,7 @@ def begin_micro(work: Work, number: int, m: int, seed: int, last: bool) -> None:
     run's `seed`. `last`: it is this rank's last one of the step."""
     work.training.strategy.micro(last=last)
     work.timer.enter(FORWARD)
-    work.training.statistics.norms.take_up(m, counts=True)
+    work.training.statistics.take_up(m, counts=True)
     seed_everything(seed_for(seed, number, m))
 
 

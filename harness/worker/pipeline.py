@@ -20,6 +20,7 @@ from harness.core.stages import STAGES_OF_A_RANK, even, stages_of
 from harness.core.world import BadInput
 from harness.worker.loader import seed_everything
 from harness.worker.materialize import Materials
+from storage.names import plain_name
 
 if TYPE_CHECKING:
     from harness.worker.session import Session
@@ -153,7 +154,7 @@ def pipeline(
     place = run._peers.grouping.stage(run.rank) if ranks > 1 else 0
     total = ranks * STAGES_OF_A_RANK[schedule] if ranks > 1 else 1
     numbers = stages_of(schedule, ranks, place) if ranks > 1 else [0]
-    names = [name for name, _ in model.named_parameters()]
+    names = [plain_name(name) for name, _ in model.named_parameters()]
     parts, units = cut(model, numbers, total, cuts, everywhere)
     pipe = Pipeline(parts, numbers, total, schedule, loss, names)
     pipe.draw_alike(units)

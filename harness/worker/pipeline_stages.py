@@ -49,11 +49,10 @@ class _Forward(nn.Module):
 
     def __init__(self, part: nn.Module, stages: Stages, number: int):
         super().__init__()
-        self.part = part
-        self._stages, self._number = (stages,), number  # a tuple: it is no part of the module
+        self.part, self._stages, self._number = part, stages, number
 
     def forward(self, *received: Any, micro: torch.Tensor) -> Any:
-        (stages,) = self._stages
+        stages = self._stages
         share, i = stages.share, int(micro)
         share.begin_forward(i, first=self._number == stages.first)
         output = self.part(*(received if self._number else share.inputs(i)))
@@ -162,7 +161,7 @@ class Stages:
         """All micro-batches of all steps have the same shapes, on all ranks: these know it from
         what they were given. Raises BadInput."""
         for i in range(len(self.share.given)):
-            found = _kinds(self.share.inputs(i))
+            found = _kinds(self.share.inputs(i, moved=False))
             self._inputs = self._inputs or found
             if found != self._inputs:
                 raise BadInput(

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from harness.core.world import BadInput
+from harness.worker.low_bit import load_together, taken_apart
 from harness.worker.pipeline import Pipeline
+from storage.names import plain_name
 from storage.ranks import gathered
 from storage.trees import TAG
 
@@ -41,22 +43,23 @@ class Whole:
         self,
         pipe: Pipeline,
         optimizers: Sequence[torch.optim.Optimizer],
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup,
     ):
         """`group`: the ranks of the pipeline. Raises BadInput."""
         self._pipe, self._optimizers = pipe, optimizers
-        name_of = {id(p): name for name, p in pipe.named_parameters(remove_duplicate=False)}
+        named = [(plain_name(name), p) for name, p in pipe.named_parameters()]
+        name_of = {id(p): name for name, p in named}
         order = {name: i for i, name in enumerate(pipe.names)}
         self._own = [  # of each optimizer, and of each of its groups: the names
             [[name_of.get(id(p), "") for p in g["params"]] for g in o.param_groups]
             for o in optimizers
         ]
         shapes = [
-            (name, list(t.shape), str(t.dtype))
+            (plain_name(name), list(t.shape), str(t.dtype))
             for name, t in pipe.state_dict().items()
             if isinstance(t, torch.Tensor)
         ]
-        sizes = {name: (p.numel(), p.requires_grad) for name, p in pipe.named_parameters()}
+        sizes = {name: (p.numel(), p.requires_grad) for name, p in named}
         every = gathered((shapes, sizes, self._own), group)
         pipe.shapes = list({one[0]: one for said, _, _ in every for one in said}.values())
         known = {name: what for _, said, _ in every for name, what in said.items()}
@@ -68,15 +71,13 @@ class Whole:
                 "a pipeline: wanted the same optimizers with the same numbers of groups on every "
                 f"stage, found {sorted(kinds)} groups; keep groups that are empty on a stage"
             )
-        self._groups = self._own  # as they are in the whole model
-        if pipe.total > 1:
-            self._groups = [
-                [
-                    sorted((n for _, _, own in every for n in own[o][g]), key=order.__getitem__)
-                    for g in range(len(groups))
-                ]
-                for o, groups in enumerate(self._own)
+        self._groups = [  # as they are in the whole model
+            [
+                sorted((n for _, _, own in every for n in own[o][g]), key=order.__getitem__)
+                for g in range(len(groups))
             ]
+            for o, groups in enumerate(self._own)
+        ]
         if [[[n for n in g if n in sizes] for g in groups] for groups in self._groups] != self._own:
             raise BadInput(
                 "a pipeline: wanted each group of an optimizer's parameters in the order in which "
@@ -92,7 +93,7 @@ class Whole:
     def state_dict(self) -> list[dict[str, Any]]:
         states = []
         for o, optimizer in enumerate(self._optimizers):
-            state, numbers = optimizer.state_dict(), self._numbers(o)
+            state, numbers = taken_apart(optimizer.state_dict()), self._numbers(o)
             mine = [numbers[name] for group in self._own[o] for name in group]
             groups = [
                 {**group, "params": [numbers[name] for name in names]}
@@ -122,11 +123,11 @@ class Whole:
                 for group, here in zip(state["param_groups"], own, strict=True)
             ]
             of_parameters = {mine[i]: v for i, v in state["state"].items() if i in mine}
-            optimizer.load_state_dict({**state, "state": of_parameters, "param_groups": groups})
+            load_together(optimizer, {**state, "state": of_parameters, "param_groups": groups})
 
     def placeholders(self) -> list[PartOptimizer]:
         """Of the optimizers; None stands for the parameters of other stages."""
-        here = dict(self._pipe.named_parameters(remove_duplicate=False))
+        here = {plain_name(name): p for name, p in self._pipe.named_parameters()}
         return [
             PartOptimizer([{"params": [here.get(name) for name in names]} for names in groups])
             for groups in self._groups
@@ -189,7 +190,7 @@ def whole_of(
     optimizers: Sequence[torch.optim.Optimizer],
     group: Callable[[], dist.ProcessGroup],
 ) -> Whole | None:
-    """None: the model is no pipeline."""
-    if not isinstance(model, Pipeline):
+    """None: this rank has the whole model."""
+    if not isinstance(model, Pipeline) or model.total == 1:
         return None
-    return Whole(model, optimizers, group() if model.total > 1 else None)
+    return Whole(model, optimizers, group())

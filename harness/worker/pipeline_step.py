@@ -39,9 +39,11 @@ class StageShare:
         self._device = work.peers.device
         sums.tokens_weighted = True  # how much a loss stands for is known in the last stage only
 
-    def inputs(self, i: int) -> tuple[Any, ...]:
-        """Of the first stage."""
-        data = to_device(self._pair(i)[0], self._device)
+    def inputs(self, i: int, moved: bool = True) -> tuple[Any, ...]:
+        """Of the first stage. `moved`: on the device; False: as the loader gave them."""
+        data = self._pair(i)[0]
+        if moved:
+            data = to_device(data, self._device)
         return tuple(data) if isinstance(data, tuple | list) else (data,)
 
     def _pair(self, i: int) -> Any:
@@ -60,7 +62,7 @@ class StageShare:
         self._work.timer.enter(FORWARD)
         counts = counts and not given.filler
         # a filler is told from the micro-batch that it repeats
-        training.statistics.norms.take_up(given.micro if counts else -1 - i, counts, more=not first)
+        training.statistics.take_up(given.micro if counts else -1 - i, counts, more=not first)
         self._pipe.drawn = seed_for(self._work.feed.seed, self._step, given.micro)
 
     def loss(self, i: int, output: Any) -> torch.Tensor:
@@ -114,6 +116,7 @@ class Straight:
                 rates.arm()
             loss = share.loss(i, model(*share.inputs(i)))
             share.begin_backward(i, last=i == len(share.given) - 1)
+            self._work.training.statistics.loads.note()
             loss.backward()  # type: ignore[no-untyped-call]
             share.end_backward()
             rates.counted(given.samples)

@@ -20,11 +20,11 @@ from harness.core.models import ModelShape, named_shape, shape_of
 from harness.core.world import BadInput
 from harness.worker.materialize import Materials
 from harness.worker.pipeline import Pipeline
+from harness.worker.training import state_of
 from storage.errors import NotFound
 from storage.hf_names import TABLES, TensorIndex, as_published, moves, tie, to_ours
 from storage.json_text import BadObject, parsed
 from storage.loading import load_parts
-from storage.names import plain_name
 from storage.opening import normalize, open_store
 from storage.safetensors_files import SafetensorsFiles
 
@@ -53,7 +53,7 @@ def load_pretrained(model: nn.Module, url: str) -> nn.Module:
     """
     config = _config(url)
     off_meta(model)
-    tensors, kind = _tensors(model), str(config.get("model_type"))
+    tensors, kind = state_of(model), str(config.get("model_type"))
     try:
         files = SafetensorsFiles(open_store(url))
         files.index = as_published(config, files.index)
@@ -94,14 +94,9 @@ def off_meta(model: nn.Module, seed: int = 0) -> None:
     materials.split()
 
 
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """By the names that they would have if nothing were wrapped."""
-    return {plain_name(name): t for name, t in model.state_dict().items()}
-
-
 def _names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> set[str]:
     """Of `tensors`, and of what other stages of a pipeline have."""
-    others = map(plain_name, model.names) if isinstance(model, Pipeline) else ()
+    others = model.names if isinstance(model, Pipeline) else ()
     return {*tensors, *others}
 
 

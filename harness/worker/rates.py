@@ -121,7 +121,7 @@ class Rates:
         if flops_per_sample == SIX_PT:
             parameters = (
                 model.numel
-                if isinstance(model, Pipeline)
+                if isinstance(model, Pipeline) and model.total > 1
                 else sum(p.numel() for p in model.parameters())
             )
             self.flops_per_sample = 6.0 * parameters * tokens_per_sample

@@ -177,6 +177,21 @@ def copies_of(p: Any, ranks: int) -> int:
     return count
 
 
+def sharded_as(like: Any, local: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that lies on the ranks as `like` (a DTensor) does."""
+    from torch.distributed.tensor import DTensor
+
+    made: torch.Tensor = DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return made
+
+
 def is_split(p: Any) -> bool:
     """By tensor or expert parallelism, and not sharded yet."""
     return hasattr(p, "placements") and "dp_replicate" not in (p.device_mesh.mesh_dim_names or ())

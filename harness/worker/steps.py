@@ -85,8 +85,7 @@ class OpenStep:
         """Before the forward of a micro-batch."""
         self._hand = AtHand(micro, samples, filler)
         self._work.training.strategy.micro(last=last, filler=filler)
-        self._work.training.statistics.norms.take_up(micro, counts=not filler)
-        self._work.training.statistics.loads.take_up(micro, counts=not filler)
+        self._work.training.statistics.take_up(micro, counts=not filler)
         seed_everything(seed_for(self._work.feed.seed, self.number, micro))
 
     def backward(

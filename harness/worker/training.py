@@ -68,6 +68,11 @@ class ForwardStatistics:
     norms: Norms
     loads: Loads
 
+    def take_up(self, micro: int, counts: bool, more: bool = False) -> None:
+        """The next forwards are of this micro-batch; see `Norms.take_up`."""
+        self.norms.take_up(micro, counts, more)
+        self.loads.take_up(micro, counts)
+
 
 class Training:
     """Empty until `prepare`. `after_update`: names of what is promised to change only between an
