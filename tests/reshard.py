@@ -7,12 +7,12 @@ snapshot.
 
 import functools
 import importlib
-import os
 import queue
 import sys
 
 import torch
 import torch.distributed as dist
+import worlds
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -98,27 +98,15 @@ def check(url, saved_on, model, optimizer):
 
 
 def fork(world, rendezvous, work):
-    """`work` in a world of so many ranks; every one must end well."""
-    pids = []
-    for rank in range(world):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                dist.init_process_group(
-                    "gloo", store=dist.FileStore(rendezvous, world), rank=rank, world_size=world
-                )
-                work()
-                dist.barrier()
-                code = 0
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        pids.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    assert codes == [0] * world, (rendezvous, codes)
+    """`work` in a world of so many ranks, which meet at this file; every one must end well."""
+
+    def ranked(rank):
+        store = dist.FileStore(rendezvous, world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        work()
+        dist.barrier()
+
+    worlds.fork(world, ranked, rendezvous)
 
 
 def import_all():

@@ -13,11 +13,11 @@ import time
 
 import torch
 import torch.distributed as dist
+import worlds
 from reshard import save_tensors
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from worlds import free_port
 
 import harness
 from harness.proof.replay import _whole
@@ -116,29 +116,19 @@ def fork(folder, row, what):
     """A world; every rank must end well."""
     words, copies = MESHES[row]
     mesh = harness.core.meshes.parse_choice(words).wanted if words else None
-    world, port, pids = copies * (mesh.copy_ranks if mesh else 1), free_port(), []
-    for rank in range(world):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                os.environ |= {
-                    **{"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world)},
-                    **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HARNESS_MESH": words},
-                }
-                run = harness.attach(seed=1)
-                what(folder, row, run)
-                if run._peers.control is not None:
-                    dist.barrier(run._peers.control)
-                code = 0
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        pids.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    assert codes == [0] * world, (what.__name__, words, world, codes)
+    world, port = copies * (mesh.copy_ranks if mesh else 1), worlds.free_port()
+
+    def ranked(rank):
+        os.environ |= {
+            **{"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world)},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HARNESS_MESH": words},
+        }
+        run = harness.attach(seed=1)
+        what(folder, row, run)
+        if run._peers.control is not None:
+            dist.barrier(run._peers.control)
+
+    worlds.fork(world, ranked, f"{what.__name__} {words}")
 
 
 if __name__ == "__main__":
