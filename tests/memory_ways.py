@@ -269,8 +269,6 @@ def rank_main(rank, folder, only):
             continue
         here = found[name] = {}
         for reduce in ("fast", "exact", "exact32"):
-            if reduce != "fast" and "tp" in name:
-                continue
             for way, (change, how) in WAYS.items():
                 if (words is not None or not how) and (reduce != "exact32" or how):
                     here[f"{reduce} {way}"] = outcome(words, change, how, reduce)
