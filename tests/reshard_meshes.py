@@ -14,9 +14,8 @@ import time
 import torch
 import torch.distributed as dist
 import worlds
-from reshard import save_tensors
+from reshard import bytes_of, save_tensors, state_of, stepped
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import harness
@@ -25,7 +24,7 @@ from harness.worker.replicas import held
 from harness.worker.training import common
 from storage import Ref, Snapshots, open_store
 from storage.dcp import load
-from storage.trees import join, split
+from storage.trees import join
 
 # How the ranks of a copy share it, and how many copies there are; "": each rank has a whole one. A
 # mesh more is a row more (and what `build` does about its words).
@@ -68,20 +67,7 @@ def build(run, words, seed):
             for block in model.blocks:
                 parallelize_module(block, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         harness.fsdp2(model, run)
-    # makes its state and leaves the weights as the seed made them
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    model(torch.ones(2, 5)).square().sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def state_of(model, optimizer):
-    return split({"model": model.state_dict(), "optimizer": [optimizer.state_dict()]})
-
-
-def bytes_of(t):
-    whole = (t.full_tensor() if isinstance(t, DTensor) else t).detach().contiguous()
-    return whole.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return model, stepped(model, torch.ones(2, 5))
 
 
 def save(folder, row, run):
