@@ -1,32 +1,26 @@
 """A training script of a small language model on a mesh: sharded within copies, its sequences split
 over the ranks of `cp`, as HARNESS_MESH says; or whole on one rank."""
 
-import argparse
 import hashlib
 import json
-import time
 from pathlib import Path
 
 import torch
 from contexts_rows import WORDS, Sequences, rotated
 from torch import nn
 from torch.distributed.tensor import DTensor
+from trainer_parts import dawdle, flags
 
 import harness
 
 LENGTH, SIZE, HEADS = 24, 16, 2
 
-p = argparse.ArgumentParser()
-p.add_argument("--total", type=int, default=12)
-p.add_argument("--every", type=int, default=3)
+p = flags()
 p.add_argument("--whole", action="store_true")
-p.add_argument("--reduce", default="fast")
 p.add_argument("--tokens", action="store_true", help="some are not counted")
 p.add_argument("--dropout", type=float, default=0.0)
 p.add_argument("--batch-norm", action="store_true")
 p.add_argument("--length", type=int, default=LENGTH)
-p.add_argument("--go", default="", help="a file: until it is there the steps are slow")
-p.add_argument("--out", default="")
 a = p.parse_args()
 
 
@@ -72,10 +66,7 @@ for step in run.steps(Sequences(a.length, a.tokens), total=a.total, global_batch
         loss = nn.functional.cross_entropy(model(x, positions).flatten(0, 1), y.flatten())
         step.backward(loss, weight=float((y >= 0).sum()) if a.tokens else None)
     step.update(clip_norm=0.5)
-    if a.go and not Path(a.go).exists():
-        until = time.monotonic() + (0.2 if step.number <= 3 else 6.0)
-        while time.monotonic() < until and not Path(a.go).exists():
-            time.sleep(0.05)
+    dawdle(step, a.go)
 state = model.state_dict().values()
 whole = [v.full_tensor() if isinstance(v, DTensor) else v for v in state]
 local = [v.to_local() if isinstance(v, DTensor) else v for v in state]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from reshard import check, fork, import_all, save
+from reshard import check, fork, import_all, save, stepped
 from torch import nn
 
 import harness
@@ -45,8 +45,7 @@ class Layers(nn.Module):
 
 
 def build(mesh, seed):
-    """A model, with an optimizer that has its state: made by a step that leaves the weights as the
-    seed made them."""
+    """A model, with an optimizer that has its state."""
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
     sizes = dict(word.split("=") for word in mesh.split(" ")[0].split(","))
     run = harness.attach(seed=seed, mesh={name: int(size) for name, size in sizes.items()})
@@ -54,10 +53,7 @@ def build(mesh, seed):
     harness.expert_parallel(model, run, [block.experts for block in model.blocks])
     if run.world > 1:
         harness.fsdp2(model, run)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    model(torch.randn(12, 8)).square().sum().backward()
-    optimizer.step()
-    return model, optimizer
+    return model, stepped(model, torch.randn(12, 8))
 
 
 def save_one(folder, mesh):

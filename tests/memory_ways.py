@@ -269,8 +269,6 @@ def rank_main(rank, folder, only):
             continue
         here = found[name] = {}
         for reduce in ("fast", "exact", "exact32"):
-            if reduce != "fast" and "tp" in name:
-                continue
             for way, (change, how) in WAYS.items():
                 if (words is not None or not how) and (reduce != "exact32" or how):
                     here[f"{reduce} {way}"] = outcome(words, change, how, reduce)
@@ -294,18 +292,7 @@ def rank_main(rank, folder, only):
 
 if __name__ == "__main__":
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        children = []
-        for rank in range(WORLD):
-            if (child := os.fork()) == 0:
-                try:
-                    rank_main(rank, folder, sys.argv[1:])
-                except BaseException:
-                    import traceback
+    import worlds
 
-                    traceback.print_exc()
-                    os._exit(1)
-                os._exit(0)
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    sys.exit(max(map(abs, codes)))
+    with tempfile.TemporaryDirectory() as folder:
+        worlds.fork(WORLD, functools.partial(rank_main, folder=folder, only=sys.argv[1:]))

@@ -1,10 +1,8 @@
 """A training script whose model lies on a mesh: sharded within copies, and by tensor parallelism
 within replicas, as HARNESS_MESH says; or whole on one rank."""
 
-import argparse
 import hashlib
 import json
-import time
 from pathlib import Path
 
 import torch
@@ -12,18 +10,14 @@ from number_rows import Numbers
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from trainer_parts import dawdle, flags
 
 import harness
 
-p = argparse.ArgumentParser()
-p.add_argument("--total", type=int, default=12)
-p.add_argument("--every", type=int, default=3)
+p = flags()
 p.add_argument("--whole", action="store_true")
-p.add_argument("--reduce", default="fast")
 p.add_argument("--plain", action="store_true", help="the mesh is there, the model is not sharded")
 p.add_argument("--apart", action="store_true", help="the second copy has other shards")
-p.add_argument("--go", default="", help="a file: until it is there the steps are slow")
-p.add_argument("--out", default="")
 a = p.parse_args()
 
 
@@ -66,10 +60,7 @@ for step in run.steps(Numbers(), total=a.total, global_batch=24, micro_batch=4):
     for x, y in step:
         step.backward(nn.functional.cross_entropy(model(x), y))
     step.update(clip_norm=0.5)
-    if a.go and not Path(a.go).exists():
-        until = time.monotonic() + (0.2 if step.number <= 3 else 6.0)
-        while time.monotonic() < until and not Path(a.go).exists():
-            time.sleep(0.05)
+    dawdle(step, a.go)
 held = sum(
     v.to_local().numel() if isinstance(v, DTensor) else v.numel() for v in model.parameters()
 )

@@ -1,12 +1,10 @@
 """A training script whose model has mixtures of experts, which lie over `ep` as HARNESS_MESH says;
 or all on one rank."""
 
-import argparse
 import hashlib
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -14,22 +12,18 @@ from number_rows import Numbers
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from trainer_parts import dawdle, flags
 
 import harness
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from moe import Mixture, MoE
 
-p = argparse.ArgumentParser()
-p.add_argument("--total", type=int, default=12)
-p.add_argument("--every", type=int, default=3)
-p.add_argument("--reduce", default="fast")
+p = flags()
 p.add_argument("--uneven", action="store_true", help="ten micro-batches a step: some are given fillers")
 p.add_argument("--again", action="store_true", help="activations are computed again in the backward")
 p.add_argument("--meta", action="store_true", help="the model comes from the meta device")
 p.add_argument("--whole", action="store_true", help="expert_parallel is left out")
-p.add_argument("--go", default="", help="a file: until it is there the steps are slow")
-p.add_argument("--out", default="")
 a = p.parse_args()
 MIXTURE = Mixture(experts=4, top_k=2, hidden=16, speed=0.01)
 
@@ -76,10 +70,7 @@ for step in run.steps(Numbers(), total=a.total, global_batch=40 if a.uneven else
     with torch.no_grad():
         model(x)  # counts nothing
     model.train()
-    if a.go and not Path(a.go).exists():
-        until = time.monotonic() + (0.2 if step.number <= 3 else 6.0)
-        while time.monotonic() < until and not Path(a.go).exists():
-            time.sleep(0.05)
+    dawdle(step, a.go)
 held = sum(
     v.to_local().numel() if isinstance(v, DTensor) else v.numel()
     for v in model.blocks[0].mlp.experts.parameters()

@@ -1,10 +1,8 @@
 """A training script whose model is a pipeline of stages, on whatever mesh HARNESS_MESH says; or
 whole on one rank."""
 
-import argparse
 import hashlib
 import json
-import time
 from pathlib import Path
 
 import torch
@@ -12,13 +10,11 @@ from number_rows import Numbers
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from trainer_parts import dawdle, flags
 
 import harness
 
-p = argparse.ArgumentParser()
-p.add_argument("--total", type=int, default=12)
-p.add_argument("--every", type=int, default=3)
-p.add_argument("--reduce", default="fast")
+p = flags()
 p.add_argument("--schedule", default="1f1b")
 p.add_argument("--cuts", nargs="*")
 p.add_argument("--meta", action="store_true", help="built on the meta device")
@@ -29,8 +25,6 @@ p.add_argument("--scaler", action="store_true")
 p.add_argument("--groups", action="store_true", help="two groups of parameters")
 p.add_argument("--ema", action="store_true")
 p.add_argument("--fault", default="", choices=["", "tied", "loose", "shape", "order", "whole"])
-p.add_argument("--go", default="", help="a file: until it is there the steps are slow")
-p.add_argument("--out", default="")
 a = p.parse_args()
 
 
@@ -107,10 +101,7 @@ for step in run.steps(
     step.update(clip_norm=0.5)
     if ema:
         ema.update_parameters(pipe)
-    if a.go and not Path(a.go).exists():
-        until = time.monotonic() + (0.2 if step.number <= 3 else 6.0)
-        while time.monotonic() < until and not Path(a.go).exists():
-            time.sleep(0.05)
+    dawdle(step, a.go)
 state = pipe.state_dict()
 whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items()}
 if a.out:

@@ -7,12 +7,12 @@ snapshot.
 
 import functools
 import importlib
-import os
 import queue
 import sys
 
 import torch
 import torch.distributed as dist
+import worlds
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -43,8 +43,21 @@ def build(kind, seed):
     return model, optimizer
 
 
+def stepped(model, inputs):
+    """An optimizer that has its state: made by a step that leaves the weights as they are."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    model(inputs).square().sum().backward()
+    optimizer.step()
+    return optimizer
+
+
 def state_of(model, optimizer):
     return split({"model": model.state_dict(), "optimizer": [optimizer.state_dict()]})
+
+
+def bytes_of(t):
+    whole = (t.full_tensor() if isinstance(t, DTensor) else t).detach().contiguous()
+    return whole.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def save(url, model, optimizer):
@@ -92,33 +105,20 @@ def check(url, saved_on, model, optimizer):
     load(snapshots, manifest, tensors)
     join(tensors, manifest.data["state"])
     for name, t in tensors.items():
-        whole = (t.full_tensor() if isinstance(t, DTensor) else t).detach().contiguous()
-        found = whole.reshape(-1).view(torch.uint8).numpy().tobytes()
-        assert found == _whole(snapshots, manifest, name).tobytes(), (url, saved_on, name)
+        wanted = _whole(snapshots, manifest, name).tobytes()
+        assert bytes_of(t) == wanted, (url, saved_on, name)
 
 
 def fork(world, rendezvous, work):
-    """`work` in a world of so many ranks; every one must end well."""
-    pids = []
-    for rank in range(world):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                dist.init_process_group(
-                    "gloo", store=dist.FileStore(rendezvous, world), rank=rank, world_size=world
-                )
-                work()
-                dist.barrier()
-                code = 0
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        pids.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    assert codes == [0] * world, (rendezvous, codes)
+    """`work` in a world of so many ranks, which meet at this file; every one must end well."""
+
+    def ranked(rank):
+        store = dist.FileStore(rendezvous, world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        work()
+        dist.barrier()
+
+    worlds.fork(world, ranked, rendezvous)
 
 
 def import_all():

@@ -13,11 +13,10 @@ import time
 
 import torch
 import torch.distributed as dist
-from reshard import save_tensors
+import worlds
+from reshard import bytes_of, save_tensors, state_of, stepped
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from worlds import free_port
 
 import harness
 from harness.proof.replay import _whole
@@ -25,7 +24,7 @@ from harness.worker.replicas import held
 from harness.worker.training import common
 from storage import Ref, Snapshots, open_store
 from storage.dcp import load
-from storage.trees import join, split
+from storage.trees import join
 
 # How the ranks of a copy share it, and how many copies there are; "": each rank has a whole one. A
 # mesh more is a row more (and what `build` does about its words).
@@ -68,20 +67,7 @@ def build(run, words, seed):
             for block in model.blocks:
                 parallelize_module(block, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         harness.fsdp2(model, run)
-    # makes its state and leaves the weights as the seed made them
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    model(torch.ones(2, 5)).square().sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def state_of(model, optimizer):
-    return split({"model": model.state_dict(), "optimizer": [optimizer.state_dict()]})
-
-
-def bytes_of(t):
-    whole = (t.full_tensor() if isinstance(t, DTensor) else t).detach().contiguous()
-    return whole.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return model, stepped(model, torch.ones(2, 5))
 
 
 def save(folder, row, run):
@@ -116,29 +102,19 @@ def fork(folder, row, what):
     """A world; every rank must end well."""
     words, copies = MESHES[row]
     mesh = harness.core.meshes.parse_choice(words).wanted if words else None
-    world, port, pids = copies * (mesh.copy_ranks if mesh else 1), free_port(), []
-    for rank in range(world):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                os.environ |= {
-                    **{"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world)},
-                    **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HARNESS_MESH": words},
-                }
-                run = harness.attach(seed=1)
-                what(folder, row, run)
-                if run._peers.control is not None:
-                    dist.barrier(run._peers.control)
-                code = 0
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        pids.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    assert codes == [0] * world, (what.__name__, words, world, codes)
+    world, port = copies * (mesh.copy_ranks if mesh else 1), worlds.free_port()
+
+    def ranked(rank):
+        os.environ |= {
+            **{"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world)},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "HARNESS_MESH": words},
+        }
+        run = harness.attach(seed=1)
+        what(folder, row, run)
+        if run._peers.control is not None:
+            dist.barrier(run._peers.control)
+
+    worlds.fork(world, ranked, f"{what.__name__} {words}")
 
 
 if __name__ == "__main__":

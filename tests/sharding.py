@@ -6,15 +6,16 @@ do; "sums" where the gradients and their norm are those of one process that does
 `python tests/sharding.py meta`: one to three ranks, what models on the meta device begin with.
 """
 
+import functools
 import hashlib
 import importlib
 import json
-import os
 import sys
 import tempfile
 
 import torch
 import torch.distributed as dist
+import worlds
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -259,33 +260,13 @@ def rank_main(rank, world, folder, what):
     dist.barrier()
 
 
-def fork(world, folder, what):
-    pids = []
-    for rank in range(world):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                rank_main(rank, world, folder, what)
-                code = 0
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        pids.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    assert codes == [0] * world, codes
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     # what every rank would import later
     for name in ("torch._dynamo", "torch.distributed.tensor.parallel"):
         importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
-        if sys.argv[1] == "ways":
-            fork(WORLD, folder, ways)
-        else:
-            for world in (1, 2, 3):
-                fork(world, folder, from_meta)
+        what, sizes = (ways, (WORLD,)) if sys.argv[1] == "ways" else (from_meta, (1, 2, 3))
+        for world in sizes:
+            work = functools.partial(rank_main, world=world, folder=folder, what=what)
+            worlds.fork(world, work)

@@ -49,6 +49,27 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def fork(world, work, what=""):
+    """`work(rank)` in so many processes, forked from this one; every one must end well.
+    `what`: for whoever reads that one did not."""
+    pids = []
+    for rank in range(world):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                work(rank)
+                code = 0
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert codes == [0] * world, (what, codes)
+
+
 def environment():
     mine = {k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "SKYPILOT_"))}
     return mine | {

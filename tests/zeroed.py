@@ -1,29 +1,23 @@
 """A training script whose optimizer is sharded over the ranks (ZeRO-1), or whole on each."""
 
-import argparse
 import hashlib
 import json
-import time
 from pathlib import Path
 
 import torch
 from number_rows import Numbers
 from torch import nn
 from torch.distributed.tensor import DTensor
+from trainer_parts import dawdle, flags
 
 import harness
 
-p = argparse.ArgumentParser()
-p.add_argument("--total", type=int, default=12)
-p.add_argument("--every", type=int, default=3)
+p = flags()
 p.add_argument("--whole", action="store_true", help="the optimizer is not sharded")
-p.add_argument("--reduce", default="fast")
 p.add_argument("--scaler", action="store_true")
 p.add_argument("--optimizer", default="AdamW")
 p.add_argument("--fused", action="store_true")
 p.add_argument("--bad", default="", help="what cannot be")
-p.add_argument("--go", default="", help="a file: until it is there the steps are slow")
-p.add_argument("--out", default="")
 a = p.parse_args()
 
 
@@ -66,10 +60,7 @@ for step in run.steps(Numbers(), total=a.total, global_batch=24, micro_batch=4):
     for x, y in step:
         step.backward(nn.functional.cross_entropy(model(x), y))
     step.update(clip_norm=0.5)
-    if a.go and not Path(a.go).exists():
-        until = time.monotonic() + (0.2 if step.number <= 3 else 6.0)
-        while time.monotonic() < until and not Path(a.go).exists():
-            time.sleep(0.05)
+    dawdle(step, a.go)
 if a.out:
     weights = b"".join(v.numpy().tobytes() for v in model.state_dict().values())
     said = {"weights": hashlib.sha256(weights).hexdigest(), "state": bytes_of(optimizer)}
