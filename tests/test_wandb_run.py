@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -142,6 +143,7 @@ def agrees(story, run):
 def publisher(url, server, *flags):
     """The real one, as the agent starts it."""
     env = {**os.environ, "WANDB_BASE_URL": server.url, "WANDB_API_KEY": server.key}
+    env["PYTHONFAULTHANDLER"] = "1"  # see `ended`
     command = [sys.executable, "-m", "harness.views.trackers", url, "--trackers", "wandb"]
     return subprocess.Popen(
         [*command, "--min-batch-s", "0.5", *flags],
@@ -149,6 +151,17 @@ def publisher(url, server, *flags):
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def ended(process, within_s=240.0):
+    """Its exit status, and what it said; where it hangs if it does."""
+    try:
+        _, said = process.communicate(timeout=within_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        _, said = process.communicate(timeout=60)
+        pytest.fail(f"a publisher did not end within {within_s:g} s:\n{said}")
+    return process.returncode, said
 
 
 def wait_for(what, why, within_s=240.0):
@@ -194,7 +207,8 @@ def test_interruptions_resizes_quarantine_and_a_killed_publisher(server, tmp_pat
         one = publisher(url, server)
         wait_for(lambda: stream() and stream().last_step == 20 and server.runs, "steps 1-20")
         one.terminate()  # its node leaves
-        assert one.wait(240) == 0
+        code, said = ended(one)
+        assert code == 0, said
         (run_id,) = server.runs
         check(story, server)
         story.spoiled()
@@ -210,7 +224,8 @@ def test_interruptions_resizes_quarantine_and_a_killed_publisher(server, tmp_pat
         assert (states, server.runs[run_id].ends) == (["running"], [])
         story.finish()
         for process in both:
-            assert process.wait(240) == 0
+            code, said = ended(process)
+            assert code == 0, said
         run = check(story, server)
         wait_for(lambda: states == ["running", "finished"], "its end")
         assert run.ends == [0] and run.rewinds and list(server.runs) == [run_id]

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 import argparse
 import contextlib
+import faulthandler
 import importlib.util
 import logging
 import os
@@ -87,6 +88,7 @@ MAX_PAUSE_S = 600.0
 # how long a publisher that acts outside of the bucket may be silent before another takes over
 CLAIM_S = 300.0
 FINISH_S = 40.0  # to publish what is left when told to stop
+HEED_S = 1.0  # within which a signal is heeded
 
 
 # ---- exactly once --------------------------------------------------------------------------------
@@ -410,6 +412,8 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
             watchdog = threading.Timer(flags.finish_s, lambda: os._exit(1))
             watchdog.daemon = True
             watchdog.start()
+            # and should Python itself hang, which says where
+            faulthandler.dump_traceback_later(flags.finish_s + 5.0, exit=True)
 
     signal.signal(signal.SIGTERM, told_to_stop)
     signal.signal(signal.SIGINT, told_to_stop)
@@ -438,7 +442,9 @@ def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.envi
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        # not without end: a signal that another thread was given waits for this one's next turn
+        while thread.is_alive():
+            thread.join(HEED_S)
     return 0
 
 
