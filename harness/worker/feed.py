@@ -57,6 +57,7 @@ class Feed:
     ) -> Stream | None:
         """Plan who reads what. The stream if one was begun: its place is part of the state."""
         mapped = is_map_style(dataset)
+        agree_on_exclusions(dataset, self._peers)
         samples = len(dataset) if mapped else 1 << 62
         self._dataset, self._collate = dataset, collate
         self.batching = Batching(samples, global_batch, micro_batch, self.seed, shuffle and mapped)
@@ -156,6 +157,16 @@ class Feed:
             num_workers,
             pin,
         )
+
+
+def agree_on_exclusions(dataset: Any, peers: Peers) -> None:
+    """All ranks leave the same documents of a corpus out: what the newest list says that any of
+    them has found (harness/data/excluding.py). Raises StoreError."""
+    if not callable(exclude := getattr(dataset, "exclude", None)):
+        return
+    newest = max(peers.gather(dataset.excluded))
+    if newest != dataset.excluded:
+        exclude(newest)
 
 
 def shapes_of(model: nn.Module, by_wrappers: bool = False) -> list[tuple[str, list[int], str]]:
