@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.cli.common import DONE, FAILED, existing_store
 from harness.cli.data_exclude import ExcludeFlags, exclude
+from harness.cli.data_spikes import SpikesFlags, spikes
 from harness.core.config import FlagParser, add_flags, build, flag, positional
 from harness.core.world import BadInput
 from storage.opening import normalize, open_store
@@ -303,5 +304,6 @@ WORDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "prepare": (PrepareFlags, prepare),
     "show": (ShowFlags, show),
     "exclude": (ExcludeFlags, exclude),
+    "spikes": (SpikesFlags, spikes),
     "verify": (DataVerifyFlags, verify),
 }
