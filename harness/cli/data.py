@@ -66,6 +66,13 @@ class PrepareFlags:
     )
     seed: int = flag(0, "of that choice")
     dedup: bool = flag(False, "drop documents that are equal to an earlier one")
+    near_duplicates: float = flag(
+        0.0,
+        "and those that are like an earlier one: least Jaccard similarity, such as 0.8; "
+        "needs datasketch",
+        at_most=1,
+        metavar="SHARE",
+    )
     licence: str = flag("", "what the card says of the licence")
     jobs: int = flag(0, "processes; 0: one for each processor", at_most=1024)
     part: str = flag("", "do only the I-th of N parts; others do the rest", check=_part)
@@ -135,6 +142,7 @@ def prepare(flags: PrepareFlags) -> int:
         flags.shard_mib * MIB,
         flags.unit_mib * MIB,
         flags.parts,
+        flags.near_duplicates,
     )
     jobs = flags.jobs or os.cpu_count() or 1
     if jobs > 1:  # each process has one processor
@@ -245,7 +253,8 @@ def _print_card(card: Card, url: str, console: Console) -> None:
         "content": card.content,
         "tokenizer": f"{card.tokenizer} ({card.tokenizer_hash}), {card.dtype}, eos {card.eos}",
         "sources": f"{len(card.sources)}, {sum(s.nbytes for s in card.sources):,} bytes",
-        "dropped": f"{card.dropped} documents that were there before",
+        "dropped": f"{card.dropped} documents that were there before"
+        + (f" ({card.near})" if card.near else ""),
         "licence": card.licence,
     }
     absent = {"tokenizer": not card.tokenizer, "dropped": card.dropped < 0}
