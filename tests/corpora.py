@@ -6,11 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 from worlds import environment
 
+from harness.data.chunks import card_of
 from harness.data.documents import DocumentRules
+from harness.data.excluding import exclude
 from harness.data.prepare import PreparePlan, prepare
+from harness.data.scanning import TokenRow
 from harness.data.unit_maker import CorpusSettings
+from storage.opening import open_store
 
 WORDS = ["the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on"]
 
@@ -74,6 +79,17 @@ def poisoned(folder: Path, *kinds, n=2000):
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     prepared(folder / "made", folder / "text.jsonl", unit_nbytes=1 << 20, shard_nbytes=1 << 16)
     return str(folder / "made")
+
+
+def leave_out(url, *ranges):
+    """Of the split train, by a list more."""
+    store = open_store(str(url))
+    return exclude(store, card_of(store), {"train": np.array(ranges)}, "a test")
+
+
+def spans(url):
+    """(start, end) of each document of the split train."""
+    return [(start, start + len(ids)) for start, ids in TokenRow(str(url), "train").documents()]
 
 
 def content(folder: Path):

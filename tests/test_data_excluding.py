@@ -1,9 +1,7 @@
 """Exclusion lists: what a corpus leaves out from one step on, everything else's order kept, and
 proved."""
 
-import json
 import random
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -11,24 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from corpora import command, content, files, prepared, texts
-from worlds import history as records_of
-from worlds import train
+from corpora import command, content, files, leave_out, prepared, spans, texts
 
 import harness
-from harness.core.batch import Batching, indices_at, positions_of
+from harness.cli.command import main
 from harness.core.values import canonical
 from harness.core.world import BadInput
 from harness.data.card import CorpusCorrupt, hash_of
 from harness.data.chunks import card_of
 from harness.data.excluding import exclude, history, instead, joined, list_key, list_of, marked
-from harness.data.scanning import TokenRow
-from harness.views.audit import audit
-from harness.views.audit_contents import with_contents
 from storage.faults import corrupt
 from storage.opening import open_store
 
-SCRIPT = str(Path(__file__).parent / "corpus_trainer.py")
 EOS = 256
 
 
@@ -36,16 +28,6 @@ EOS = 256
 def corpus(tmp_path):
     prepared(tmp_path / "made", files(tmp_path / "text"))
     return str(tmp_path / "made")
-
-
-def leave_out(url, *ranges, split="train"):
-    store = open_store(url)
-    return exclude(store, card_of(store), {split: np.array(ranges)}, "a test")
-
-
-def documents(url):
-    """(start, end) of each."""
-    return [(start, start + len(ids)) for start, ids in TokenRow(url, "train").documents()]
 
 
 # ---- ranges --------------------------------------------------------------------------------------
@@ -71,7 +53,7 @@ def test_ranges_are_sets_of_numbers():
 @pytest.mark.parametrize("length", [2, 16, 300])
 def test_what_is_left_out_is_no_input_and_no_target_and_nothing_else_moves(corpus, length, boundaries):
     before = harness.data.Tokens(corpus, length, boundaries=boundaries)
-    gone = [documents(corpus)[i] for i in (3, 4, 11)]
+    gone = [spans(corpus)[i] for i in (3, 4, 11)]
     leave_out(corpus, *gone)
     after = harness.data.Tokens(corpus, length, boundaries=boundaries)
     assert (before.excluded, after.excluded) == (0, 1) and len(after) == len(before)
@@ -99,7 +81,7 @@ def test_what_is_left_out_is_no_input_and_no_target_and_nothing_else_moves(corpu
 
 def test_contents_say_what_is_left_out(corpus):
     whole = harness.data.Tokens(corpus, 16)
-    gone = documents(corpus)
+    gone = spans(corpus)
     lists = [whole]
     for number, i in ((1, 5), (2, 20)):
         assert leave_out(corpus, gone[i]).number == number
@@ -143,7 +125,7 @@ def test_another_record_comes_instead(tmp_path):
 # ---- lists ---------------------------------------------------------------------------------------
 def test_each_list_has_all_of_the_one_before_and_none_is_changed(corpus):
     card, store = card_of(open_store(corpus)), open_store(corpus)
-    gone = documents(corpus)
+    gone = spans(corpus)
     before = content(Path(corpus))
     with ThreadPoolExecutor(8) as threads:  # many at the same time: no number twice, nothing lost
         list(threads.map(lambda i: leave_out(corpus, gone[i]), range(8)))
@@ -158,7 +140,7 @@ def test_each_list_has_all_of_the_one_before_and_none_is_changed(corpus):
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "extend", "empty"])
 def test_a_list_that_was_changed_is_refused(corpus, damage):
-    leave_out(corpus, documents(corpus)[0])
+    leave_out(corpus, spans(corpus)[0])
     corrupt(open_store(corpus), list_key(1), damage, random.Random(2))
     with pytest.raises(CorpusCorrupt, match=r"exclusion list|wanted list 1"):
         harness.data.Tokens(corpus, 16)
@@ -166,7 +148,7 @@ def test_a_list_that_was_changed_is_refused(corpus, damage):
 
 
 def test_a_list_that_forgets_is_found(corpus):
-    store, gone = open_store(corpus), documents(corpus)
+    store, gone = open_store(corpus), spans(corpus)
     card = card_of(store)
     leave_out(corpus, gone[0])
     leave_out(corpus, gone[1])
@@ -180,121 +162,48 @@ def test_a_list_that_forgets_is_found(corpus):
         history(store, card)
 
 
-# ---- training ------------------------------------------------------------------------------------
-def proved(run, url):
-    store = open_store(str(run))
-    report = with_contents(audit(store), store, str(url))
-    return next(c for c in report.checks if c.name == "contents")
-
-
-def first_use(url, ranges, step):
-    """The first step from `step` on that reads something of these tokens, by the numbers of
-    corpus_trainer.py."""
-    windows = harness.data.Tokens(str(url), 32)
-    batching = Batching(len(windows), 12, 3, 7)
-    while True:
-        items = indices_at(batching, positions_of(batching, step)).tolist()
-        if any(marked(joined(ranges), i * 32, i * 32 + 33).any() for i in items):
-            return step
-        step += 1
-
-
-def losses(run):
-    return {r.step: r.loss for r in records_of(run)}
-
-
-@pytest.mark.parametrize("shape", [[], ["--records"]])
-def test_a_run_goes_on_with_a_longer_list_and_each_step_is_proved(tmp_path, shape):
-    """Four steps without a list, by two ranks; then a list, and another, by one and by two."""
-    text = files(tmp_path / "text", 60)
-    url, run = tmp_path / "made", tmp_path / "run"
-    prepared(url, text, kind="records" if shape else "tokens")
-    train(tmp_path / "calm", 1, url, *shape, script=SCRIPT)
-    train(run, 2, url, *shape, "--total", 4, script=SCRIPT)
-    gone = [(10 + 10 * i, 15 + 10 * i) for i in range(5)] if shape else documents(str(url))[5:25]
-    leave_out(str(url), *gone)
-    train(run, 1, url, *shape, "--total", 6, script=SCRIPT)
-    more = [(0, 5)] if shape else documents(str(url))[40:50]
-    leave_out(str(url), *more)
-    train(run, 2, url, *shape, script=SCRIPT)
-    identity = json.loads((run / "run.json").read_bytes())
-    assert identity == json.loads((tmp_path / "calm" / "run.json").read_bytes())
-    found = proved(run, url)
-    assert found.ok and found.n == 9, found.detail
-    if not shape:
-        for number, ranges, step in ((1, gone, 5), (2, more, 7)):
-            said = f"exclusion list {number} is in force from step {first_use(url, ranges, step)} on"
-            assert said in found.detail
-    # the same positions and items, whatever is left out of them; and until then the same losses
-    was, now = ({r.step: r for r in records_of(one)} for one in (tmp_path / "calm", run))
-    assert {k: r.digest for k, r in was.items()} == {k: r.digest for k, r in now.items()}
-    assert [was[k].loss == now[k].loss for k in (1, 2, 3, 4)] == [True] * 4
-    assert was[9].loss != now[9].loss
-    # the corpus as it was: nothing that is left out now was left out then, so this is refused
-    shutil.copytree(url, tmp_path / "before")
-    shutil.rmtree(tmp_path / "before" / "excluded")
-    assert not proved(run, tmp_path / "before").ok
-    assert proved(tmp_path / "calm", url).ok  # no list was in force, all along
-
-
-def test_lists_that_go_back_are_found(tmp_path):
-    text, url, run = files(tmp_path / "text", 60), tmp_path / "made", tmp_path / "run"
-    prepared(url, text)
-    leave_out(str(url), *documents(str(url))[:30])
-    train(run, 1, url, "--total", 4, script=SCRIPT)
-    (url / "excluded").rename(tmp_path / "kept")
-    train(run, 1, url, script=SCRIPT)
-    (tmp_path / "kept").rename(url / "excluded")
-    found = proved(run, url)
-    assert not found.ok and "wanted exclusion lists that never go back" in found.detail
-
-
-def test_all_ranks_leave_the_same_out(tmp_path):
-    """One has opened the corpus before the list was there."""
-    text, url = files(tmp_path / "text", 60), tmp_path / "made"
-    prepared(url, text)
-    leave_out(str(url), *documents(str(url))[:20])
-    train(tmp_path / "one", 1, url, script=SCRIPT)
-    train(tmp_path / "two", 2, url, "--early", script=SCRIPT)
-    assert losses(tmp_path / "one") == losses(tmp_path / "two")
-    assert proved(tmp_path / "two", url).ok
-
-
 def test_no_loss_is_a_mean_of_nothing(corpus):
-    leave_out(corpus, documents(corpus)[7])
+    leave_out(corpus, spans(corpus)[7])
     windows = harness.data.Tokens(corpus, 4, boundaries="cu_seqlens")
     for i in range(len(windows)):
         assert (torch.from_numpy(windows[i][1]) != -100).any()
 
 
 # ---- the command ---------------------------------------------------------------------------------
-def test_documents_are_named_by_what_they_say_or_where_they_lie(corpus, tmp_path):
-    made, spans = texts(40), documents(corpus)
-    assert len(spans) == 41
-    asked = command("exclude", corpus, "--containing", "no 17")
-    assert asked.returncode == 0 and "nothing is excluded yet" in asked.stdout
-    assert "no 17" in asked.stdout and not (Path(corpus) / "excluded").exists()
-    command("exclude", corpus, "--containing", "no 17", "--reason", "asked to be forgotten", "--yes")
+def test_documents_are_named_by_what_they_say_or_where_they_lie(corpus, tmp_path, capsys):
+    def say(*words, code=0):
+        with pytest.raises(SystemExit) as ended:
+            main(["data", *map(str, words)])
+        assert ended.value.code == code
+        heard = capsys.readouterr()
+        return " ".join((heard.out + heard.err).split())
+
+    made, found = texts(40), spans(corpus)
+    assert len(found) == 41
+    asked = say("exclude", corpus, "--containing", "no 17")
+    assert "nothing is excluded yet" in asked and "no 17" in asked
+    assert not (Path(corpus) / "excluded").exists()
+    say("exclude", corpus, "--containing", "no 17", "--reason", "asked to be forgotten", "--yes")
     store = open_store(corpus)
     card = card_of(store)
-    assert list_of(store, card).ranges("train").tolist() == [list(spans[17])]
-    assert "asked to be forgotten" in command("show", corpus).stdout
+    assert list_of(store, card).ranges("train").tolist() == [list(found[17])]
+    assert "asked to be forgotten" in say("show", corpus)
 
-    command("exclude", corpus, "--token", spans[3][0] + 5, "--token", spans[3][1], "--yes")
-    assert list_of(store, card).ranges("train").tolist() == [list(spans[3]), list(spans[17])]
+    say("exclude", corpus, "--token", found[3][0] + 5, "--token", found[3][1], "--yes")
+    assert list_of(store, card).ranges("train").tolist() == [list(found[3]), list(found[17])]
     (tmp_path / "hashes").write_text(f"{hash_of(made[9].encode()).hex()}{'0' * 32}  0009.txt\n")
-    command("exclude", corpus, "--hashes", tmp_path / "hashes", "--yes")
-    window = spans[30][0] // 500
-    command("exclude", corpus, "--item", window, "--length", 500, "--yes")
+    say("exclude", corpus, "--hashes", tmp_path / "hashes", "--yes")
+    window = found[30][0] // 500
+    say("exclude", corpus, "--item", window, "--length", 500, "--yes")
     wanted = {3, 9, 17} | {
-        i for i, (a, b) in enumerate(spans) if a < (window + 1) * 500 and b >= window * 500
+        i for i, (a, b) in enumerate(found) if a < (window + 1) * 500 and b >= window * 500
     }
     newest = list_of(store, card)
     assert newest.number == 4
-    assert newest.ranges("train").tolist() == [list(spans[i]) for i in sorted(wanted)]
-    again = command("exclude", corpus, "--token", spans[3][0], "--yes")
-    assert "list 4 has them already" in again.stdout
-    assert "each is what was prepared" in command("verify", corpus).stdout
+    assert newest.ranges("train").tolist() == [list(found[i]) for i in sorted(wanted)]
+    again = say("exclude", corpus, "--token", found[3][0], "--yes")
+    assert "list 4 has them already" in again
+    assert "each is what was prepared" in say("verify", corpus)
     for words, said in (
         ((), "found none by that"),
         (("--containing", "nothing like it"), "found none by that"),
@@ -303,5 +212,4 @@ def test_documents_are_named_by_what_they_say_or_where_they_lie(corpus, tmp_path
         (("--record", 1), "found one of tokens"),
         (("--hashes", corpus), "Is a directory"),
     ):
-        found = command("exclude", corpus, *words)
-        assert found.returncode == 2 and said in " ".join(found.stderr.split()), found.stderr
+        assert said in say("exclude", corpus, *words, code=2)

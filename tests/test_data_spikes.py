@@ -12,6 +12,8 @@ from harness.data.oddness import Oddities
 from harness.data.scanning import TokenRow
 from harness.views.spikes import spikes
 
+KINDS = ("repeated", "noise", "script")
+
 
 def steps(losses, norms=None):
     return [
@@ -49,15 +51,19 @@ def test_what_is_not_finite_stands_out_most():
 
 
 # ---- which samples -------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return poisoned(tmp_path_factory.mktemp("corpus"), *KINDS, n=1000)
+
+
 @pytest.mark.parametrize("length", [64, 512])
-def test_the_oddest_samples_are_the_poisoned_ones(tmp_path, length):
-    kinds = ("repeated", "noise", "script")
-    url = poisoned(tmp_path, *kinds)
+def test_the_oddest_samples_are_the_poisoned_ones(corpus, length):
+    url = corpus
     row, windows = TokenRow(url, "train"), harness.data.Tokens(url, length)
     spans = [
         (start, start + len(ids))
         for start, ids in row.documents()
-        if bytes(ids.tolist()).decode() in map(poison, kinds)
+        if bytes(ids.tolist()).decode() in map(poison, KINDS)
     ]
     assert len(spans) == 3
     odd, rng = Oddities(windows), random.Random(2)

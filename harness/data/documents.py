@@ -70,10 +70,10 @@ def documents(extent: Extent, how: DocumentRules) -> Iterator[Document]:
             if line.strip():
                 yield _of_line(line, how, extent.file)
     elif how.kind == RECORDS:
-        path = PurePosixPath(extent.file.name.partition("://")[2] or extent.file.name)
+        within = extent.file.within
         with decompressed(extent.file) as stream:
-            ending = path.suffix.lstrip(".") or "data"
-            yield {"__key__": path.name.encode(), ending: stream.read()}
+            ending = PurePosixPath(within).suffix.lstrip(".") or "data"
+            yield {"__key__": within.encode(), ending: stream.read()}
     else:
         for data in _texts(extent, how):
             if data:
