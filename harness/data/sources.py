@@ -48,18 +48,22 @@ class SourceFile:
         beyond = self.name.removeprefix(self.root.rstrip("/") + "/") if self.root else self.name
         return beyond if beyond != self.name else self.name.rpartition("/")[2]
 
-    @property
+    @functools.cached_property  # it is asked for with each document
     def format(self) -> str:
         if self.name.startswith(FUNCTION):
             return "function"
-        name = self.name.lower()
-        for ending in COMPRESSED:
-            name = name.removesuffix(ending)
+        name = uncompressed(self.name.lower())
         return next((kind for kind, ends in ENDINGS.items() if name.endswith(ends)), "text")
 
     @property
     def is_compressed(self) -> bool:
         return self.name.lower().endswith(COMPRESSED)
+
+
+def uncompressed(name: str) -> str:
+    """The name of what is in a compressed file, as it is spelled."""
+    ending = next((one for one in COMPRESSED if name.lower().endswith(one)), "")
+    return name[: len(name) - len(ending)]
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ class UnitMaker:
 
 def _add(writer: ShardWriter, tokenizer: Tokenizer, ids: TokenIds, is_last: bool) -> None:
     """Raises BadInput for ids that could not be told from the end of a document, or are none."""
-    if len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0):
+    if len(ids) and ids.dtype.kind != "u" and (ids.dtype.kind != "i" or ids.min() < 0):
         raise BadInput(f"wanted ids of tokens from 0 on, found {ids.dtype}, {ids.min()} among them")
     if len(ids) and (ids.max() >= tokenizer.vocabulary or (ids == tokenizer.eos).any()):
         raise BadInput(
