@@ -9,7 +9,6 @@ from harness.cli.common import DONE, existing_store
 from harness.core.config import flag, positional
 from harness.core.world import BadInput
 from storage.objects import ObjectStore
-from storage.opening import normalize
 from storage.text import Console
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ def _how_to_exclude(dataset: Tokens | Records, found: Oddness, url: str) -> str:
         return f"{what}: left out by now"
     name = "--token" if of_tokens else "--record"
     more = "" if split == "train" else f" --split {split}"
-    return f"{what}: harness data exclude {normalize(url)} {name} {place}{more}"
+    return f"{what}: harness data exclude {url} {name} {place}{more}"
 
 
 def _shown(dataset: Tokens | Records, found: Oddness, item: int) -> str:

@@ -16,6 +16,7 @@ documents and the rule alone, whoever did which unit.
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +117,7 @@ def near_duplicates_of(
 ) -> dict[int, Int64Array]:
     """See `near_duplicates`. `rounds`: for each band."""
     starts = np.cumsum([0, *(len(data) // (8 * bands) for data in sketches())])
-    first = list(range(int(starts[-1])))  # of the cluster, or one on the way to it
+    first = array("q", range(int(starts[-1])))  # of the cluster, or one on the way to it
     for band in range(bands):
         for bucket in range(rounds):
             for a, b in _equal(sketches(), starts, bands, band, rounds, bucket):
@@ -143,7 +144,7 @@ def _equal(
     yield from zip(number[order[same]].tolist(), number[order[same + 1]].tolist(), strict=True)
 
 
-def _root(first: list[int], i: int) -> int:
+def _root(first: array[int], i: int) -> int:
     while first[i] != i:
         first[i] = first[first[i]]  # half the way for who comes next
         i = first[i]
