@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import xxhash
@@ -162,11 +162,15 @@ class Feed:
 def agree_on_exclusions(dataset: Any, peers: Peers) -> None:
     """All ranks leave the same documents of a corpus out: what the newest list says that any of
     them has found (harness/data/excluding.py). Raises StoreError."""
-    if not callable(exclude := getattr(dataset, "exclude", None)):
+    sources = getattr(dataset, "sources", None)  # of a mixture
+    several = list(sources.values()) if isinstance(sources, Mapping) else [dataset]
+    corpora = [one for one in several if isinstance(getattr(one, "excluded", None), int)]
+    if not corpora:
         return
-    newest = max(peers.gather(dataset.excluded))
-    if newest != dataset.excluded:
-        exclude(newest)
+    said = peers.gather([one.excluded for one in corpora])
+    for one, newest in zip(corpora, map(max, zip(*said, strict=True)), strict=True):
+        if newest != one.excluded:
+            one.exclude(newest)
 
 
 def shapes_of(model: nn.Module, by_wrappers: bool = False) -> list[tuple[str, list[int], str]]:
