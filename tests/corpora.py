@@ -1,15 +1,21 @@
 """Small corpora for the tests, and scripts that train on them."""
 
+import json
 import random
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 from worlds import environment
 
+from harness.data.chunks import card_of
 from harness.data.documents import DocumentRules
+from harness.data.excluding import exclude
 from harness.data.prepare import PreparePlan, prepare
+from harness.data.scanning import TokenRow
 from harness.data.unit_maker import CorpusSettings
+from storage.opening import open_store
 
 WORDS = ["the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on"]
 
@@ -53,6 +59,37 @@ def documents_of(tokens, eos):
             held.append(token)
     assert not held
     return out
+
+
+def poison(kind):
+    """A document of 4096 letters and more, like no other in `texts`."""
+    rng = random.Random(3)
+    if kind == "repeated":
+        return "#" * 4096
+    if kind == "noise":
+        return "".join(rng.choices([chr(c) for c in range(33, 127)], k=4096))
+    return " ".join("".join(rng.choices("абвгдежзиклмн", k=rng.randint(2, 9))) for _ in range(500))
+
+
+def poisoned(folder: Path, *kinds, n=2000):
+    """A corpus of so many texts, and documents of other kinds in between."""
+    rows = texts(n, seed=8)
+    for i, kind in enumerate(kinds, 1):
+        rows.insert(n * 3 // 4 + 100 * i, poison(kind))
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    prepared(folder / "made", folder / "text.jsonl", unit_nbytes=1 << 20, shard_nbytes=1 << 16)
+    return str(folder / "made")
+
+
+def leave_out(url, *ranges):
+    """Of the split train, by a list more."""
+    store = open_store(str(url))
+    return exclude(store, card_of(store), {"train": np.array(ranges)}, "a test")
+
+
+def spans(url):
+    """(start, end) of each document of the split train."""
+    return [(start, start + len(ids)) for start, ids in TokenRow(str(url), "train").documents()]
 
 
 def content(folder: Path):

@@ -12,7 +12,9 @@ p.add_argument("corpus")
 p.add_argument("--records", action="store_true")
 p.add_argument("--boundaries", default="")
 p.add_argument("--total", type=int, default=9)
+p.add_argument("--length", type=int, default=32)
 p.add_argument("--workers", type=int, default=0)
+p.add_argument("--early", action="store_true", help="rank 0 opens before any exclusion list is there")
 a = p.parse_args()
 
 
@@ -40,8 +42,10 @@ data = harness.data
 dataset = (
     data.Records(a.corpus, decode=numbers)
     if a.records
-    else data.Tokens(a.corpus, 32, boundaries=a.boundaries)
+    else data.Tokens(a.corpus, a.length, boundaries=a.boundaries)
 )
+if a.early and run.rank == 0:
+    dataset.exclude(0)
 packed = data.packed if a.boundaries == "cu_seqlens" else None
 for step in run.steps(
     dataset, total=a.total, global_batch=12, micro_batch=3, num_workers=a.workers, collate_fn=packed

@@ -6,13 +6,18 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 from corpora import WORDS, command, content
 from worlds import environment, until
 
 
-def test_killed_at_any_moment_and_started_again_makes_the_same(tmp_path):
+@pytest.mark.parametrize("more", [[], ["--near-duplicates", 0.7]])
+def test_killed_at_any_moment_and_started_again_makes_the_same(tmp_path, more):
     """SIGKILL of the command while it has two processes; they die with it."""
+    if more:
+        pytest.importorskip("datasketch")
     flags = ["--unit-mib", 1, "--shard-mib", 1, "--chunk-kib", 16, "--jobs", 2, "--held-out", 0.1]
+    flags += more
     big = tmp_path / "big"
     big.mkdir()
     rng = random.Random(1)

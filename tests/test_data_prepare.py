@@ -168,13 +168,17 @@ def test_separators_and_fields(tmp_path):
             prepared(tmp_path / "4", tmp_path / "b.jsonl", field=field)
 
 
-@pytest.mark.parametrize("ending", [".gz", ".bz2", ".xz"])
+@pytest.mark.parametrize("ending", [".gz", ".bz2", ".xz", ".zst"])
 def test_compressed_files(tmp_path, ending):
-    module = {".gz": gzip, ".bz2": bz2, ".xz": lzma}[ending]
+    module = {".gz": gzip, ".bz2": bz2, ".xz": lzma}.get(ending) or pytest.importorskip("zstandard")
     lines = "\n".join(json.dumps({"text": text}) for text in texts(100)).encode()
     (tmp_path / f"a.jsonl{ending}").write_bytes(module.compress(lines))
     prepared(tmp_path / "made", tmp_path / f"a.jsonl{ending}")
     assert texts_of(tmp_path / "made") == texts(100)
+    (tmp_path / f"b.txt{ending}").write_bytes(module.compress(b"some"))
+    prepared(tmp_path / "records", tmp_path / f"b.txt{ending}", kind="records")
+    (record,) = (harness.data.Records(str(tmp_path / "records"))[i] for i in range(1))
+    assert record == {"__key__": f"b.txt{ending}".encode(), "txt": b"some"}
 
 
 def test_tar_files_of_webdataset(tmp_path):
@@ -236,6 +240,14 @@ def test_parquet_and_arrow(tmp_path):
         assert json.loads(records[9]["text"]) == texts(300)[9]
     plan = PreparePlan.of([str(tmp_path / "a.parquet")], settings())
     assert len(plan.units) > 2  # by row groups
+    for name, data in (("b.parquet", b"PAR1 no"), ("c.arrow", b"no" * 99), ("d.parquet.gz", b"")):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(BadInput, match=f"{name}: wanted a"):
+            prepared(tmp_path / f"made-{name}", tmp_path / name)
+    nothing = arrow.table({"text": ["a", None]})
+    parquet.write_table(nothing, tmp_path / "null.parquet")
+    with pytest.raises(BadInput, match="found one that is null"):
+        prepared(tmp_path / "null", tmp_path / "null.parquet")
     with pytest.raises(BadInput, match="found image, text"):
         prepared(tmp_path / "none", tmp_path / "a.parquet", field="body")
 
@@ -251,6 +263,12 @@ def test_what_cannot_be_prepared_is_refused(tmp_path):
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1") * 3)
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "no.jsonl").write_text("not json\n")
+    whole = gzip.compress(b"one two three" * 999)
+    damaged = {"a.txt.gz": whole[:-30], "b.txt.gz": b"no", "c.txt.xz": b"no", "d.tar": b"no" * 900, "e.tar.gz": whole}
+    for name, data in damaged.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(BadInput, match=f"{name}: wanted a whole file of its kind"):
+            prepared(tmp_path / f"made-{name}", tmp_path / name)
     for name, words in (("latin", "no|wanted UTF-8"), ("empty", "found none in 1"), ("nothing", "found nothing")):
         with pytest.raises(BadInput, match=words):
             prepared(tmp_path / name, tmp_path / f"{name}.txt")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from harness.cli.common import DONE, FAILED, existing_store
+from harness.cli.data_exclude import ExcludeFlags, exclude
+from harness.cli.data_spikes import SpikesFlags, spikes
 from harness.core.config import FlagParser, add_flags, build, flag, positional
 from harness.core.world import BadInput
 from storage.opening import normalize, open_store
@@ -28,7 +29,8 @@ MIB = 1 << 20
 @dataclass(frozen=True)
 class DataFlags:
     words: tuple[str, ...] = positional(
-        "prepare SOURCES... DEST | show URL | verify URL; `harness data prepare --help`",
+        "prepare SOURCES... DEST | show URL | verify URL | exclude URL | spikes RUN; `harness data "
+        "prepare --help`",
         nargs="...",
     )
 
@@ -64,6 +66,13 @@ class PrepareFlags:
     )
     seed: int = flag(0, "of that choice")
     dedup: bool = flag(False, "drop documents that are equal to an earlier one")
+    near_duplicates: float = flag(
+        0.0,
+        "and those that are like an earlier one: least Jaccard similarity, such as 0.8; "
+        "needs datasketch",
+        at_most=1,
+        metavar="SHARE",
+    )
     licence: str = flag("", "what the card says of the licence")
     jobs: int = flag(0, "processes; 0: one for each processor", at_most=1024)
     part: str = flag("", "do only the I-th of N parts; others do the rest", check=_part)
@@ -95,7 +104,7 @@ class DataVerifyFlags:
 
 
 def data(flags: DataFlags) -> int:
-    """Prepare a corpus (prepare SOURCES... DEST), look at it (show URL), verify it (verify URL)."""
+    """Prepare a corpus (prepare SOURCES... DEST), show, verify it, exclude documents of it."""
     parser = FlagParser(prog="harness data", description=(data.__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(
         dest="word", required=True, parser_class=FlagParser, metavar="COMMAND"
@@ -133,6 +142,7 @@ def prepare(flags: PrepareFlags) -> int:
         flags.shard_mib * MIB,
         flags.unit_mib * MIB,
         flags.parts,
+        flags.near_duplicates,
     )
     jobs = flags.jobs or os.cpu_count() or 1
     if jobs > 1:  # each process has one processor
@@ -191,6 +201,7 @@ def show(flags: ShowFlags) -> int:
         _show_step(existing_store(flags.run), flags.url, step, console)
     if not flags.item and not flags.step:
         _print_card(card, normalize(flags.url), console)
+        _print_list(store, card, console)
     return DONE
 
 
@@ -215,32 +226,16 @@ def _show_step(run: ObjectStore, url: str, step: int, console: Console) -> None:
         _print_item(dataset, sample, what, console)
 
 
-@functools.cache
-def _decoder(spec: str, eos: str, hash: str) -> Callable[[Sequence[int]], str]:
-    """Of ids; numbers where the corpus' tokenizer is not on this computer."""
-    from harness.data.tokenizing import tokenizer_of
-
-    try:
-        found = tokenizer_of(spec, eos)
-    except BadInput:
-        return str
-    return found.decode if found.hash == hash else str
-
-
 def _print_item(dataset: Tokens | Records, item: int, what: str, console: Console) -> None:
+    from harness.data.describing import decoder_of, described
     from harness.data.reading import Tokens
 
     console.print(f"--- {what}", style="bold", highlight=False, markup=False)
     if isinstance(dataset, Tokens):
-        card = dataset.card
-        decode = _decoder(card.tokenizer, str(card.eos), card.tokenizer_hash)
-        text = decode(dataset[item][0].tolist())
-        console.print(text[:SHOWN_LETTERS], highlight=False)
-        return
-    for name, value in dataset[item].items():
-        text = value[:SHOWN_LETTERS].decode(errors="replace")
-        said = text if text.isprintable() else f"{len(value)} bytes"
-        console.print(f"{name}: {said}", highlight=False)
+        text = decoder_of(dataset.card)(dataset[item][0].tolist())[:SHOWN_LETTERS]
+    else:
+        text = described(dataset[item], SHOWN_LETTERS)
+    console.print(text, highlight=False, markup=False)
 
 
 def _print_card(card: Card, url: str, console: Console) -> None:
@@ -258,7 +253,8 @@ def _print_card(card: Card, url: str, console: Console) -> None:
         "content": card.content,
         "tokenizer": f"{card.tokenizer} ({card.tokenizer_hash}), {card.dtype}, eos {card.eos}",
         "sources": f"{len(card.sources)}, {sum(s.nbytes for s in card.sources):,} bytes",
-        "dropped": f"{card.dropped} documents that were there before",
+        "dropped": f"{card.dropped} documents that were there before"
+        + (f" ({card.near})" if card.near else ""),
         "licence": card.licence,
     }
     absent = {"tokenizer": not card.tokenizer, "dropped": card.dropped < 0}
@@ -267,14 +263,30 @@ def _print_card(card: Card, url: str, console: Console) -> None:
             console.print(f"{name}: {words}", highlight=False)
 
 
+def _print_list(store: ObjectStore, card: Card, console: Console) -> None:
+    from harness.data.excluding import list_of
+
+    newest, unit = list_of(store, card), "tokens" if card.tokenizer else "records"
+    counts = {
+        name: int((found := newest.ranges(name))[:, 1].sum() - found[:, 0].sum())
+        for name in newest.splits
+    }
+    said = ", ".join(f"{count:,} {unit} of {name}" for name, count in counts.items())
+    if newest.number:
+        why = f" ({newest.reason})" if newest.reason else ""
+        console.print(f"exclusion list {newest.number}: {said}{why}", highlight=False, markup=False)
+
+
 # ---- verify --------------------------------------------------------------------------------------
 def verify(flags: DataVerifyFlags) -> int:
     """Read all of a corpus and compare it with its card. Exit status 1 names what is damaged."""
     from harness.data.checking import damaged
     from harness.data.chunks import card_of
+    from harness.data.excluding import history
 
     store, console = open_store(flags.url), Console()
     card = card_of(store)
+    history(store, card)
     whole, done, found = sum(split.nbytes for split in card.splits), 0, 0
     with _bar(console) as watch:
 
@@ -300,5 +312,7 @@ def verify(flags: DataVerifyFlags) -> int:
 WORDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "prepare": (PrepareFlags, prepare),
     "show": (ShowFlags, show),
+    "exclude": (ExcludeFlags, exclude),
+    "spikes": (SpikesFlags, spikes),
     "verify": (DataVerifyFlags, verify),
 }

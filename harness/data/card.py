@@ -78,8 +78,8 @@ class Card:
     """`kind`: "tokens" or "records". Of tokens: `dtype` (uint16 or uint32), `eos` (the token behind
     each document, and nowhere else), `tokenizer` and its hash, `vocabulary` (ids are below it).
     `held_out`: the share of documents that went to the split "validation". `dropped`: documents
-    that an earlier one was equal to; -1: nobody looked. `plan`: digest of the sources' names and
-    sizes and of all settings. `content`: see `sealed`."""
+    that an earlier one was equal to, or like by the rule `near` (near.py); -1: nobody looked.
+    `plan`: digest of the sources' names and sizes and of all settings. `content`: see `sealed`."""
 
     kind: str
     splits: tuple[SplitCard, ...]
@@ -93,6 +93,7 @@ class Card:
     seed: int = 0
     held_out: HeldOut = 0.0
     dropped: int = -1
+    near: str = ""
     licence: str = ""
     plan: str = ""
     content: str = ""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import json
+import lzma
 import tarfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -22,6 +25,7 @@ from harness.data.sources import (
     decompressed,
     needed,
     opened,
+    uncompressed,
 )
 
 Fields: TypeAlias = dict[str, bytes]
@@ -29,6 +33,8 @@ Fields: TypeAlias = dict[str, bytes]
 Document: TypeAlias = "str | Fields | np.ndarray[Any, Any]"
 READ_NBYTES = 1 << 20
 ROWS = 1024  # of a table that are in memory together
+# what packages say of a file that is none of theirs, or was cut
+DAMAGED = (EOFError, gzip.BadGzipFile, lzma.LZMAError, tarfile.TarError, zlib.error)
 DEFAULT_FIELDS = {"jsonl": "text", "parquet": "text", "arrow": "text", "tar": "txt"}
 
 
@@ -55,6 +61,16 @@ class DocumentRules:
 
 def documents(extent: Extent, how: DocumentRules) -> Iterator[Document]:
     """Of a piece of a file: texts, or records. Raises BadInput, OSError, StoreError."""
+    try:
+        yield from _documents(extent, how)
+    except DAMAGED as e:
+        raise BadInput(
+            f"{extent.file.name}: wanted a whole file of its kind ({extent.file.format}), found "
+            f"that it is damaged or something else: {e}"
+        ) from e
+
+
+def _documents(extent: Extent, how: DocumentRules) -> Iterator[Document]:
     kind = extent.file.format
     if kind == "function":
         yield from _of_function(extent, how)
@@ -70,10 +86,10 @@ def documents(extent: Extent, how: DocumentRules) -> Iterator[Document]:
             if line.strip():
                 yield _of_line(line, how, extent.file)
     elif how.kind == RECORDS:
-        path = PurePosixPath(extent.file.name.partition("://")[2] or extent.file.name)
+        within = extent.file.within
         with decompressed(extent.file) as stream:
-            ending = path.suffix.lstrip(".") or "data"
-            yield {"__key__": path.name.encode(), ending: stream.read()}
+            ending = PurePosixPath(uncompressed(within)).suffix.lstrip(".") or "data"
+            yield {"__key__": within.encode(), ending: stream.read()}
     else:
         for data in _texts(extent, how):
             if data:
@@ -152,6 +168,20 @@ def _decoded(data: bytes, how: DocumentRules, file: SourceFile) -> str:
 # ---- tables --------------------------------------------------------------------------------------
 def _rows(extent: Extent, how: DocumentRules) -> Iterator[Mapping[str, Any]]:
     file = extent.file
+    if file.is_compressed:
+        raise BadInput(
+            f"{file.name}: wanted a {file.format} file as it is, which can be read from any place "
+            "and compresses its columns itself; decompress it"
+        )
+    arrow = needed("pyarrow", "pyarrow", file.name)
+    try:
+        yield from _read_rows(extent, how, arrow)
+    except (arrow.ArrowInvalid, OSError) as e:
+        raise BadInput(f"{file.name}: wanted a whole {file.format} file, found: {e}") from e
+
+
+def _read_rows(extent: Extent, how: DocumentRules, arrow: Any) -> Iterator[Mapping[str, Any]]:
+    file = extent.file
     columns = [_field_name(how, file)] if how.kind != RECORDS else None
     with opened(file) as stream:
         if file.format == "parquet":
@@ -162,7 +192,7 @@ def _rows(extent: Extent, how: DocumentRules) -> Iterator[Mapping[str, Any]]:
             end = table.num_row_groups if extent.end < 0 else extent.end
             batches = table.iter_batches(ROWS, range(extent.start, end), columns)
         else:
-            batches = _arrow(stream, needed("pyarrow", "pyarrow", file.name))
+            batches = _arrow(stream, arrow)
         for batch in batches:
             for begin in range(0, len(batch), ROWS):
                 yield from batch.slice(begin, ROWS).to_pylist()
@@ -255,9 +285,10 @@ def _field_name(how: DocumentRules, file: SourceFile) -> str:
 def _field(row: Mapping[str, Any], how: DocumentRules, file: SourceFile) -> Any:
     name = _field_name(how, file)
     if row.get(name) is None:
+        found = ", ".join(sorted(map(str, row))) or "none"
         raise BadInput(
             f"{file.name}: wanted the field {name!r} in each document, found "
-            f"{', '.join(sorted(map(str, row))) or 'none'}; name another: --field NAME"
+            f"{found if name not in row else 'one that is null'}; name another: --field NAME"
         )
     return row[name]
 

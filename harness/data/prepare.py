@@ -1,7 +1,7 @@
 """`harness data prepare`: sources become a corpus, by any number of processes and machines.
 
     plan      sources -> units of work, numbered; the same wherever it is made
-    hashes    with --dedup: of all documents; which come twice
+    hashes    with --dedup or --near-duplicates: of all documents; which come twice
     units     each -> its shards, named by their content, then a note that it is done
     card      whoever finds all notes there makes the indexes and the card of them
 
@@ -39,6 +39,7 @@ from harness.data.card import (
     index_key,
 )
 from harness.data.chunks import card_of
+from harness.data.near import NearRule, near_duplicates
 from harness.data.shards import UnitNote
 from harness.data.sources import SourceFile, WorkUnit, expanded, units_of
 from harness.data.tokenizing import Tokenizer, tokenizer_of
@@ -70,10 +71,16 @@ class PreparePlan:
     units: tuple[WorkUnit, ...]
     tokenizer: Tokenizer | None
     digest: str
+    near: NearRule | None = None
 
     @property
     def work(self) -> str:
         return work_folder(self.digest)
+
+    @property
+    def drops(self) -> bool:
+        """Are documents dropped that an earlier one is like?"""
+        return self.settings.dedup or self.near is not None
 
     @staticmethod
     def of(sources: Sequence[str], settings: CorpusSettings) -> PreparePlan:
@@ -83,12 +90,21 @@ class PreparePlan:
             tokenizer = tokenizer_of(settings.tokenizer, settings.eos)
         files = tuple(expanded(sources))
         units = units_of(files, settings.unit_nbytes, reading.may_cut, settings.parts)
+        plain = asdict(settings)
+        if not plain.pop("near"):  # of which earlier versions knew nothing
+            near = None
+        elif reading.kind == RECORDS:
+            raise BadInput("--near-duplicates: wanted texts, found --records, which have no words")
+        else:
+            near = NearRule.of(settings.near)
+            plain["near"] = near.words
         said = {
-            "settings": asdict(settings),
+            "settings": plain,
             "files": [[file.name, file.nbytes] for file in files],
             "tokenizer": tokenizer.hash if tokenizer else "",
         }
-        return PreparePlan(settings, files, tuple(units), tokenizer, digest(canonical(said)))
+        whole = digest(canonical(said))
+        return PreparePlan(settings, files, tuple(units), tokenizer, whole, near)
 
 
 @dataclass(frozen=True)
@@ -117,13 +133,17 @@ def prepare(
     if (made := _made(store, plan)) is not None:
         return made
     dropped: dict[int, Int64Array] = {}
-    if plan.settings.dedup:
+    if plan.drops:
         _do(store, url, plan, part, jobs, _hash_unit, hashes_key, watch, {})
         hashed = _keys_if_done(store, plan, hashes_key)
         if hashed is None:
             return _made(store, plan)
         nbytes = sum(size or 0 for _, size in size_each(store, hashed))
-        dropped = duplicates(lambda: (data or b"" for _, data in get_each(store, hashed)), nbytes)
+        found = lambda: (data or b"" for _, data in get_each(store, hashed))  # noqa: E731
+        if plan.near is None:
+            dropped = duplicates(found, nbytes)
+        else:
+            dropped = near_duplicates(found, plan.near.bands, nbytes, DEDUP_NBYTES)
     _do(store, url, plan, part, jobs, _make_unit, note_key, watch, dropped)
     noted = _keys_if_done(store, plan, note_key)
     if noted is None:  # or whoever was last is about to finish, or has just done so
@@ -131,7 +151,7 @@ def prepare(
     notes = [
         UnitNote.decode(data or b"", f"{store.url}/{key}") for key, data in get_each(store, noted)
     ]
-    count = sum(map(len, dropped.values())) if plan.settings.dedup else -1
+    count = sum(map(len, dropped.values())) if plan.drops else -1
     return _finish(store, plan, notes, licence, count)
 
 
@@ -309,6 +329,7 @@ def _finish(
         seed=s.seed,
         held_out=s.held_out,
         dropped=dropped,
+        near=plan.near.words if plan.near else "",
         licence=licence,
         plan=plan.digest,
     ).sealed()

@@ -19,7 +19,9 @@ import numpy as np
 from harness.core.world import BadInput
 from harness.data.card import DTYPES, END, RECORDS, TOKENS, CorpusCorrupt, Int64Array
 from harness.data.chunks import CorpusReader
+from harness.data.excluding import NEWEST, hashed_anew, instead, joined, list_of, marked
 from harness.data.framing import unframed
+from storage.opening import open_store
 
 IGNORED = -100  # a target that losses leave out, as torch's cross_entropy does
 BOUNDARIES = ("", "documents", "cu_seqlens")
@@ -30,7 +32,44 @@ _FINGERPRINT = re.compile(
 )
 
 
-class Tokens:
+class _LeavesOut:
+    """What both datasets do about the corpus' exclusion lists (excluding.py). `excluded`: number of
+    the list that is in force here; 0: none."""
+
+    _reader: CorpusReader
+    excluded = 0
+    _out: Int64Array  # (n, 2): tokens or records of the split that are left out
+    _void: Int64Array  # (n, 2): items of which nothing is left
+
+    def exclude(self, number: int = NEWEST) -> None:
+        """Leave out what this list of the corpus says; 0: nothing. A dataset takes the newest one
+        when it is made, and `run.steps` the newest that any rank has. Raises BadInput,
+        CorpusCorrupt, StoreError."""
+        found = list_of(open_store(self._reader.url), self._reader.card, number)
+        self.excluded, self._out = found.number, found.ranges(self._reader.split.name)
+        self._void = self._voided(self._out)
+        if np.array_equal(self._void, [[0, len(self)]]):
+            raise BadInput(
+                f"{self._reader.url}: wanted something to read, found that the exclusion list "
+                f"{found.number} leaves nothing of the split {self._reader.split.name!r}"
+            )
+
+    def _voided(self, out: Int64Array) -> Int64Array:
+        return out
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def _instead(self, indices: Sequence[int]) -> list[int]:
+        """The items that are read for these: see `instead`."""
+        n = len(self)
+        found: list[int] = instead(
+            np.array([_within(i, n) for i in indices]), self._void, n
+        ).tolist()
+        return found
+
+
+class Tokens(_LeavesOut):
     """Windows of `length` tokens of a corpus, in the order of its documents, not overlapping;
     documents follow one another without padding. Item i: (input (T,), target (T,)), int64 arrays;
     the target is the input one token later.
@@ -39,6 +78,10 @@ class Tokens:
     which document of the window each input is of (0, 1, ...); "cu_seqlens" adds int32 (n + 1,),
     where each begins and the last ends, as variable-length attention takes it (see `packed`). Then
     the first token of a document is no target (-100).
+
+    Of documents that the corpus' newest exclusion list names, inputs are `eos` and targets -100. A
+    window without any other target is the next one that has some, so that no loss is a mean of
+    nothing.
 
     Others: see `CorpusReader`. Raises BadInput, CorpusCorrupt, StoreError.
     """
@@ -65,6 +108,7 @@ class Tokens:
                 f"{url}: wanted at least {length + 1} tokens in the split {split!r}, for one "
                 f"window, found {self._reader.split.items}; lower length="
             )
+        self.exclude()
 
     def __len__(self) -> int:
         return max(0, self._reader.split.items - 1) // self.length
@@ -73,9 +117,14 @@ class Tokens:
         ((start, end),) = self._ranges([i])
         tokens = np.frombuffer(self._reader.chunks.read(start, end), self._dtype).astype(np.int64)
         inputs, targets = tokens[:-1], tokens[1:]
+        ends = inputs == self.card.eos
+        if len(self._out):
+            size = self._dtype.itemsize
+            out = marked(self._out, start // size, end // size)
+            inputs = np.where(out[:-1], self.card.eos, inputs)
+            targets = np.where(out[:-1] | out[1:], IGNORED, targets)
         if not self.boundaries:
             return inputs, targets
-        ends = inputs == self.card.eos
         targets = np.where(ends, IGNORED, targets)
         if self.boundaries == "documents":
             return inputs, targets, (np.cumsum(ends) - ends).astype(np.int32)
@@ -93,8 +142,11 @@ class Tokens:
 
     def content_ids(self, indices: Sequence[int], as_read: bool = True) -> Int64Array:
         """64 bits of what these items are, (n,): of the bytes that were read here, or as the index
-        says that they must be."""
-        return self._reader.contents(self._ranges(indices), as_read)
+        says that they must be, and of what is left out of them."""
+        ranges = self._ranges(indices)
+        found = self._reader.contents(ranges, as_read)
+        begins, ends = np.array(ranges, np.int64).reshape(-1, 2).T // self._dtype.itemsize
+        return hashed_anew(found, self._out, begins, ends)
 
     @property
     def fingerprint(self) -> str:
@@ -102,15 +154,23 @@ class Tokens:
 
     def _ranges(self, indices: Sequence[int]) -> Ranges:
         size, length = self._dtype.itemsize, self.length
-        starts = [_within(i, len(self)) * length for i in indices]
+        starts = [i * length for i in self._instead(indices)]
         return [(start * size, (start + length + 1) * size) for start in starts]
 
+    def _voided(self, out: Int64Array) -> Int64Array:
+        """Windows without a target. Of a document at [s, e) those from s to e are none, e being its
+        `eos`; nor is the one behind that where boundaries are kept."""
+        dead = joined(out + np.array([0, 2 if self.boundaries else 1]))
+        first, last = -(-(dead[:, 0] - 1) // self.length), (dead[:, 1] - 1) // self.length
+        return joined(np.clip(np.stack([first, last], axis=1), 0, len(self)))
 
-class Records:
+
+class Records(_LeavesOut):
     """Records of a corpus: whatever was prepared as such, images and audio too. Item i:
     `decode(record)`, or the record itself, a dict of bytes by the name of the field. `decode` runs
     where the item is read, and may draw from the global generators, which `run.steps` seeds by the
-    position. Others: see `CorpusReader`. Raises BadInput, CorpusCorrupt, StoreError."""
+    position. Instead of a record that the corpus' newest exclusion list names comes the next one
+    that it does not. Others: see `CorpusReader`. Raises BadInput, CorpusCorrupt, StoreError."""
 
     def __init__(
         self,
@@ -124,6 +184,7 @@ class Records:
         self.card, self.decode = self._reader.card, decode
         if not len(self):
             raise BadInput(f"{url}: wanted records in the split {split!r}, found none")
+        self.exclude()
 
     def __len__(self) -> int:
         return self._reader.split.items
@@ -158,18 +219,19 @@ class Records:
         of a shard's first record its own alone."""
         index, out = self._reader.index, []
         for i in indices:
-            shard = _shard_of(index.item_starts, _within(i, len(self)))
-            within, items = i % len(self) - int(index.item_starts[shard]), index.shards["items"]
+            shard = _shard_of(index.item_starts, i)
+            within, items = i - int(index.item_starts[shard]), index.shards["items"]
             table = int(index.shard_starts[shard + 1]) - END.itemsize * int(items[shard])
             low = max(0, within - 1)
             out.append((table + low * END.itemsize, table + (within + 1) * END.itemsize))
         return out
 
     def _ranges(self, indices: Sequence[int]) -> Ranges:
-        chunks, entries, out = self._reader.chunks, self._entries(indices), []
+        found = self._instead(indices)
+        chunks, entries, out = self._reader.chunks, self._entries(found), []
         chunks.ahead(entries)
-        for i, place in zip(indices, entries, strict=True):
-            shard = _shard_of(chunks.index.item_starts, i % len(self))
+        for i, place in zip(found, entries, strict=True):
+            shard = _shard_of(chunks.index.item_starts, i)
             ends = np.frombuffer(chunks.read(*place), END)
             begin = int(chunks.index.shard_starts[shard])
             start = begin + (int(ends[0]) if len(ends) == 2 else 0)

@@ -35,23 +35,35 @@ BESIDE_ARROW = ("dataset_info.json", "state.json", "dataset_dict.json")  # of da
 
 @dataclass(frozen=True)
 class SourceFile:
-    """`name`: a path or a URL; of a function `FUNCTION` and its path."""
+    """`name`: a path or a URL; of a function `FUNCTION` and its path. `root`: the folder that was
+    named, if it lies in one."""
 
     name: str
     nbytes: int
+    root: str = ""
 
     @property
+    def within(self) -> str:
+        """Its path in the folder that was named, or its own name."""
+        beyond = self.name.removeprefix(self.root.rstrip("/") + "/") if self.root else self.name
+        return beyond if beyond != self.name else self.name.rpartition("/")[2]
+
+    @functools.cached_property  # it is asked for with each document
     def format(self) -> str:
         if self.name.startswith(FUNCTION):
             return "function"
-        name = self.name.lower()
-        for ending in COMPRESSED:
-            name = name.removesuffix(ending)
+        name = uncompressed(self.name.lower())
         return next((kind for kind, ends in ENDINGS.items() if name.endswith(ends)), "text")
 
     @property
     def is_compressed(self) -> bool:
         return self.name.lower().endswith(COMPRESSED)
+
+
+def uncompressed(name: str) -> str:
+    """The name of what is in a compressed file, as it is spelled."""
+    ending = next((one for one in COMPRESSED if name.lower().endswith(one)), "")
+    return name[: len(name) - len(ending)]
 
 
 @dataclass(frozen=True)
@@ -82,6 +94,7 @@ def expanded(sources: Sequence[str]) -> list[SourceFile]:
     Raises BadInput, StoreError."""
     out: list[SourceFile] = []
     for source in sources:
+        source = source.removeprefix("file://")
         if source.startswith(FUNCTION):
             found = [SourceFile(source, 0)]
         elif "://" in source:
@@ -101,10 +114,17 @@ def expanded(sources: Sequence[str]) -> list[SourceFile]:
 
 def _local(source: str) -> list[SourceFile]:
     if Path(source).is_dir():
-        paths = (p for p in Path(source).rglob("*") if p.is_file())
+        root, paths = str(Path(source)), (p for p in Path(source).rglob("*") if p.is_file())
     else:
+        root = str(Path(_above_pattern(source)))
         paths = (p for p in map(Path, glob.glob(source, recursive=True)) if p.is_file())
-    return [SourceFile(str(p), p.stat().st_size) for p in sorted(paths)]
+    return [SourceFile(str(p), p.stat().st_size, root) for p in sorted(paths)]
+
+
+def _above_pattern(source: str) -> str:
+    """The folder above the first part of a glob that is a pattern; of none its own."""
+    first = next((i for i, letter in enumerate(source) if letter in "*?["), len(source))
+    return source[:first].rpartition("/")[0]
 
 
 def _remote(source: str) -> list[SourceFile]:
@@ -117,12 +137,12 @@ def _remote(source: str) -> list[SourceFile]:
                 pass
         root, pattern = source.rstrip("/"), "*"
     else:
-        root = source[: next(i for i, c in enumerate(source) if c in "*?[")].rpartition("/")[0]
+        root = _above_pattern(source)
         pattern = source[len(root) + 1 :]
     store = store_of(root)
     found = size_each(store, fnmatch.filter(store.list(""), pattern))
     return [  # of one that is gone by now, the store says so
-        SourceFile(f"{root}/{key}", store.size(key) if nbytes is None else nbytes)
+        SourceFile(f"{root}/{key}", store.size(key) if nbytes is None else nbytes, root)
         for key, nbytes in found
     ]
 

@@ -17,6 +17,7 @@ from harness.core.world import BadInput
 from harness.data.card import CHUNK_NBYTES, DTYPES, HASH_NBYTES, RECORDS, WORK
 from harness.data.documents import Document, DocumentRules, documents, pieces
 from harness.data.framing import framed
+from harness.data.near import NearRule, Sketcher
 from harness.data.shards import SHARD_NBYTES, ShardWriter, UnitNote
 from harness.data.sources import WorkUnit
 from harness.data.tokenizing import TokenIds, Tokenizer, tokenizer_of
@@ -32,7 +33,8 @@ Tell = Callable[[int], None]
 class CorpusSettings:
     """All that decides what a corpus is, but for its sources. `held_out`: the share of documents
     for validation; `unit_nbytes`: of sources, that are done at once; `parts`: units of a
-    function."""
+    function. `near`: the Jaccard similarity from which on one of two documents is dropped; 0: none
+    is."""
 
     reading: DocumentRules
     tokenizer: str = "bytes"
@@ -44,6 +46,7 @@ class CorpusSettings:
     shard_nbytes: int = SHARD_NBYTES
     unit_nbytes: int = SHARD_NBYTES
     parts: int = 16
+    near: float = 0.0
 
 
 class UnitMaker:
@@ -61,11 +64,15 @@ class UnitMaker:
         s = self._settings
         return None if s.reading.kind == RECORDS else tokenizer_of(s.tokenizer, s.eos)
 
+    @functools.cached_property
+    def _sketcher(self) -> Sketcher:
+        return Sketcher(NearRule.of(self._settings.near))
+
     def hash(self, unit: WorkUnit) -> None:
-        """Leave the hashes of its documents, one after the other: for `duplicates`."""
-        found = b"".join(
-            blake3.blake3(_raw(one)).digest(HASH_NBYTES) for one in self._documents(unit)
-        )
+        """Leave the hashes of its documents, one after the other: for `duplicates`, or of their
+        bands, for `near_duplicates`."""
+        key = self._sketcher.keys if self._settings.near else _hash
+        found = b"".join(map(key, self._documents(unit)))
         self._store.create(hashes_key(self._work, unit.number), found)
 
     def make(self, unit: WorkUnit, dropped: frozenset[int] = frozenset()) -> None:
@@ -141,7 +148,7 @@ class UnitMaker:
 
 def _add(writer: ShardWriter, tokenizer: Tokenizer, ids: TokenIds, is_last: bool) -> None:
     """Raises BadInput for ids that could not be told from the end of a document, or are none."""
-    if len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0):
+    if len(ids) and ids.dtype.kind != "u" and (ids.dtype.kind != "i" or ids.min() < 0):
         raise BadInput(f"wanted ids of tokens from 0 on, found {ids.dtype}, {ids.min()} among them")
     if len(ids) and (ids.max() >= tokenizer.vocabulary or (ids == tokenizer.eos).any()):
         raise BadInput(
@@ -154,6 +161,10 @@ def _add(writer: ShardWriter, tokenizer: Tokenizer, ids: TokenIds, is_last: bool
     if is_last:
         out[-1] = tokenizer.eos
     writer.add(out.tobytes(), len(out), is_last)
+
+
+def _hash(document: Document) -> bytes:
+    return blake3.blake3(_raw(document)).digest(HASH_NBYTES)
 
 
 def _raw(document: Document) -> bytes:

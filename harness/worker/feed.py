@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import xxhash
@@ -57,6 +57,7 @@ class Feed:
     ) -> Stream | None:
         """Plan who reads what. The stream if one was begun: its place is part of the state."""
         mapped = is_map_style(dataset)
+        agree_on_exclusions(dataset, self._peers)
         samples = len(dataset) if mapped else 1 << 62
         self._dataset, self._collate = dataset, collate
         self.batching = Batching(samples, global_batch, micro_batch, self.seed, shuffle and mapped)
@@ -156,6 +157,20 @@ class Feed:
             num_workers,
             pin,
         )
+
+
+def agree_on_exclusions(dataset: Any, peers: Peers) -> None:
+    """All ranks leave the same documents of a corpus out: what the newest list says that any of
+    them has found (harness/data/excluding.py). Raises StoreError."""
+    sources = getattr(dataset, "sources", None)  # of a mixture
+    several = list(sources.values()) if isinstance(sources, Mapping) else [dataset]
+    corpora = [one for one in several if isinstance(getattr(one, "excluded", None), int)]
+    if not corpora:
+        return
+    said = peers.gather([one.excluded for one in corpora])
+    for one, newest in zip(corpora, map(max, zip(*said, strict=True)), strict=True):
+        if newest != one.excluded:
+            one.exclude(newest)
 
 
 def shapes_of(model: nn.Module, by_wrappers: bool = False) -> list[tuple[str, list[int], str]]:

@@ -32,6 +32,7 @@ from harness.core.world import BadInput
 from harness.node.progress import WorkerPhase
 from harness.worker import machine
 from harness.worker.epoch_order import Cut, EpochOrder, LoaderPlace, Reader, SampleKeys
+from harness.worker.feed import agree_on_exclusions
 from harness.worker.hands import Hands
 from harness.worker.loader import MicroBatch, fingerprint, is_map_style, to_device
 from harness.worker.own_loop import OwnLoop
@@ -279,6 +280,7 @@ class MicroLoader:
         front, training = self._front, self._front._work.training
         if training.model is None:
             raise BadInput("call run.prepare(model, optimizer) before a loop over run.loader")
+        agree_on_exclusions(self._dataset, front._work.peers)
         place = LoaderPlace()
         kept: LoaderPlace = training.keep_place(place)
         if kept is not place:

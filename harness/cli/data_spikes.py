@@ -1,0 +1,135 @@
+"""`harness data spikes`: from a loss that spikes to the samples of that step, the oddest first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from harness.cli.common import DONE, existing_store
+from harness.core.config import flag, positional
+from harness.core.world import BadInput
+from storage.objects import ObjectStore
+from storage.text import Console
+
+if TYPE_CHECKING:
+    from harness.core.batch import Batching
+    from harness.data.oddness import Oddities, Oddness
+    from harness.data.reading import Records, Tokens
+
+SHOWN_LETTERS = 300  # of a sample
+
+
+@dataclass(frozen=True)
+class SpikesFlags:
+    run: str = positional("URL of the run")
+    data: str = flag("", "URL of the corpus that it reads", metavar="URL")
+    step: tuple[int, ...] = flag(
+        (), "look at this step, whether it spikes or not; may be repeated", metavar="K", type=int
+    )
+    score: float = flag(
+        6.0, "robust z-score from which on a loss or a gradient norm stands out", at_least=1
+    )
+    steps: int = flag(3, "how many steps to look into, the worst first", at_least=1)
+    samples: int = flag(3, "how many samples of each to print, the oddest first", at_least=1)
+
+
+def spikes(flags: SpikesFlags) -> int:
+    """Find the steps whose loss or gradient spikes, and print their oddest samples."""
+    from harness.bucket.archive import read_facts
+    from harness.data.oddness import Oddities
+    from harness.views.spikes import Spike
+    from harness.views.spikes import spikes as found_in
+
+    if not flags.data:
+        raise BadInput("harness data spikes RUN --data URL: wanted the URL of the run's corpus")
+    run, console = existing_store(flags.run), Console()
+    dataset, batching = _read_by(run, flags.data)
+    everything = found_in([s.fact for s in read_facts(run)], flags.score)
+    by_step = {spike.step: spike for spike in everything}
+    steps = list(flags.step) or [spike.step for spike in everything[: flags.steps]]
+    if not steps:
+        console.print(f"no step stands out by {flags.score:g} usual distances", highlight=False)
+        return DONE
+    if not flags.step and len(everything) > len(steps):
+        others = ", ".join(str(spike.step) for spike in everything[len(steps) :][:20])
+        console.print(f"also: steps {others} (--steps, --step)", highlight=False)
+    odd = Oddities(dataset)
+    for step in steps:
+        spike: Spike | None = by_step.get(step)
+        said = "does not stand out"
+        if spike is not None:
+            said = (
+                f"{spike.what} {spike.value:.4g}, usual {spike.usual:.4g}, score {spike.score:.1f}"
+            )
+        console.print(f"step {step}: {said}", style="bold", highlight=False)
+        _print_samples(dataset, batching, odd, step, flags, console)
+    return DONE
+
+
+def _read_by(run: ObjectStore, url: str) -> tuple[Tokens | Records, Batching]:
+    """What the run reads, with nothing left out, and in which order."""
+    from harness.bucket.layout import IDENTITY, Identity
+    from harness.core.batch import Batching
+    from harness.data.reading import named_by
+
+    found = Identity.decode(run.get(IDENTITY))
+    dataset = named_by(found.data, url)
+    dataset.exclude(0)
+    return dataset, Batching(
+        found.samples, found.global_batch, found.micro_batch, found.seed, found.shuffle
+    )
+
+
+def _print_samples(
+    dataset: Tokens | Records,
+    batching: Batching,
+    odd: Oddities,
+    step: int,
+    flags: SpikesFlags,
+    console: Console,
+) -> None:
+    from harness.core.batch import indices_at, positions_of
+
+    if step < 1:
+        raise BadInput(f"--step {step}: steps are numbered from 1 on")
+    at = positions_of(batching, step)
+    samples = indices_at(batching, at).tolist()
+    dataset.read_ahead(samples)
+    rows = [(odd.of(item), p, item) for p, item in zip(at.tolist(), samples, strict=True)]
+    rows.sort(key=lambda row: (-row[0].score, row[1]))
+    for found, position, item in rows[: flags.samples]:
+        micro = (position % batching.global_batch) // batching.micro_batch
+        where = f"position {position}, micro-batch {micro}, item {item}"
+        console.print(f"  {where}: odd by {found.score:.1f}: {found.why}", highlight=False)
+        console.print(
+            f"  {_how_to_exclude(dataset, found, flags.data)}", highlight=False, soft_wrap=True
+        )
+        console.print(_shown(dataset, found, item), highlight=False, markup=False)
+
+
+def _how_to_exclude(dataset: Tokens | Records, found: Oddness, url: str) -> str:
+    from harness.data.excluding import list_of, marked
+    from harness.data.reading import Tokens
+    from storage.opening import open_store
+
+    split = dataset.fingerprint.split(":")[2]
+    gone = list_of(open_store(url), dataset.card).ranges(split)
+    of_tokens = isinstance(dataset, Tokens)
+    place = (found.start + found.end) // 2
+    what = f"tokens {found.start} to {found.end - 1}" if of_tokens else f"record {found.start}"
+    if marked(gone, place, place + 1).any():
+        return f"{what}: left out by now"
+    name = "--token" if of_tokens else "--record"
+    more = "" if split == "train" else f" --split {split}"
+    return f"{what}: harness data exclude {url} {name} {place}{more}"
+
+
+def _shown(dataset: Tokens | Records, found: Oddness, item: int) -> str:
+    from harness.data.describing import decoder_of, described
+    from harness.data.reading import Tokens
+
+    if not isinstance(dataset, Tokens):
+        return described(dataset[item], SHOWN_LETTERS)
+    first = item * dataset.length
+    ids = dataset[item][0][found.start - first : found.end - first]
+    return decoder_of(dataset.card)(ids.tolist())[:SHOWN_LETTERS]
