@@ -6,6 +6,15 @@
 from __future__ import annotations
 
 from harness.data.card import Card, CorpusCorrupt
+from harness.data.encodings import from_litdata, from_mds
 from harness.data.reading import Records, Tokens, packed
 
-__all__ = ["Card", "CorpusCorrupt", "Records", "Tokens", "packed"]
+__all__ = [
+    "Card",
+    "CorpusCorrupt",
+    "Records",
+    "Tokens",
+    "from_litdata",
+    "from_mds",
+    "packed",
+]
