@@ -50,7 +50,7 @@ def mds_rows(n=N, seed=0):
             "flat": np.linspace(0, 1, i + 1, dtype=np.float32),
             "scale": i / 7,
             "digits": 10**i,
-            "small": i,
+            "small": i % 256,
             "object": {"i": i},
         }
         for i, row in enumerate(rows(n, seed))
@@ -93,10 +93,10 @@ def write_litdata(folder, items=None, chunk_size=4, **more):
     out.merge()
 
 
-def documents(n=9, seed=0):
+def documents(n=9, seed=0, below=500):
     """Ids of tokens, without the one that ends them (0)."""
     r = np.random.default_rng(seed)
-    return [r.integers(1, 500, r.integers(3, 60)) for _ in range(n)]
+    return [r.integers(1, below, r.integers(3, 60)) for _ in range(n)]
 
 
 def write_litdata_tokens(folder):
@@ -138,9 +138,10 @@ def write_parquet(folder, n=N, per_file=8, seed=0, group=3):
 
 
 # ---- files of tokens -----------------------------------------------------------------------------
-def write_nanogpt(path, seed=0):
+def write_nanogpt(path, seed=0, **more):
     """As its data/*/prepare.py does."""
-    np.concatenate([[*one, 0] for one in documents(seed=seed)]).astype(np.uint16).tofile(path)
+    found = documents(seed=seed, **more)
+    np.concatenate([[*one, 0] for one in found]).astype(np.uint16).tofile(path)
 
 
 def write_llmc(path, seed=0, wide=False):

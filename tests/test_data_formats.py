@@ -4,15 +4,19 @@ tests/data/formats was written by the formats' own packages (foreign_datasets.py
 tests/adapters/test_formats.py compares with their readers.
 """
 
+import io
 import json
 import pickle
 import random
 import shutil
+import subprocess
+import sys
 import tarfile
 import threading
 
 import numpy as np
 import pytest
+from buckets import moto
 from corpora import command, content
 from foreign_datasets import (
     FIXTURES,
@@ -49,6 +53,10 @@ def tokens_of(url, **more):
     windows = harness.data.Tokens(str(url), 1, **more)
     items = windows.__getitems__(range(len(windows)))
     return [int(items[0][0][0]), *(int(y[0]) for _, y in items)]
+
+
+def all_records(url):
+    return in_any_order(harness.data.Records(str(url)))
 
 
 def in_any_order(dataset):
@@ -98,7 +106,7 @@ def test_litdata_gives_what_was_written(tmp_path):
 def test_tar_gives_what_was_written(tmp_path):
     card = indexed(FIXTURES / "tar", tmp_path / "made")
     assert (card.layout, card.split("train").items) == ("tar", N)
-    found = in_any_order(harness.data.Records(str(tmp_path / "made")))
+    found = all_records(tmp_path / "made")
     for i, (one, row) in enumerate(zip(found, rows(), strict=True)):
         folder = "long/" * 40 if i % 6 == 5 else "dir/"
         assert one.pop("__key__").decode() == f"{folder}{i:04d}"
@@ -206,10 +214,13 @@ def test_the_index_is_the_same_however_it_was_made(tmp_path):
         if len(made) >= 2 and not whole.is_set():
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    def until_interrupted():
         while True:
             make_index(store.url, plan, watch=interrupted)
             shutil.rmtree(tmp_path / "half")  # it was too quick
+
+    with pytest.raises(KeyboardInterrupt):
+        until_interrupted()
     whole.set()
     assert store.list("work/") and make_index(store.url, plan) == cards[0]
     assert content(tmp_path / "half") == content(tmp_path / "1")
@@ -221,7 +232,7 @@ def test_the_index_is_the_same_however_it_was_made(tmp_path):
 def test_a_dataset_that_was_moved_is_read_with_source(tmp_path):
     shutil.copytree(FIXTURES / "tar", tmp_path / "source")
     indexed(tmp_path / "source", tmp_path / "made")
-    wanted = in_any_order(harness.data.Records(str(tmp_path / "made")))
+    wanted = all_records(tmp_path / "made")
     (tmp_path / "source").rename(tmp_path / "moved")
     with pytest.raises(CorpusCorrupt, match="found none"):
         harness.data.Records(str(tmp_path / "made"))[0]
@@ -242,6 +253,48 @@ def test_contents_follow_from_the_index_without_the_files(tmp_path, name):
     proof = named_by(dataset.fingerprint, str(tmp_path / "made"))
     said = proof.content_ids(everything, as_read=False)
     assert (read == said).all() and len(set(said.tolist())) == len(said)
+
+
+def test_a_large_tar_is_indexed_in_little_memory(tmp_path):
+    """One of 192 MiB, in no more than some blocks."""
+    path = tmp_path / "source" / "a.tar"
+    path.parent.mkdir()
+    with tarfile.open(path, "w") as tar:
+        for i in range(48):
+            entry = tarfile.TarInfo(f"{i:03d}.bin")
+            entry.size = 4 << 20
+            tar.addfile(entry, io.BytesIO(bytes([i]) * entry.size))
+    code = (
+        "import resource, sys; from harness.data.formats.seam import IndexSettings;"
+        "from harness.data.indexing import IndexPlan, make_index;"
+        "plan = IndexPlan.of(sys.argv[1], IndexSettings());"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        "make_index(sys.argv[2], plan);"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    words = [sys.executable, "-c", code, str(path.parent), str(tmp_path / "made")]
+    found = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
+    assert int(found.stdout) < 96 << 10  # KiB
+    assert len(harness.data.Records(str(tmp_path / "made"))) == 48
+
+
+def test_files_and_index_may_lie_in_buckets(tmp_path, monkeypatch):
+    for name, value in (("AWS_ACCESS_KEY_ID", "x"), ("AWS_SECRET_ACCESS_KEY", "y")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    with moto() as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        source = open_store("s3://my-bucket/data")
+        for path in (FIXTURES / "tar").iterdir():
+            source.put(path.name, path.read_bytes())
+        card = indexed("s3://my-bucket/data", "s3://my-bucket/made")
+        assert card.content == indexed(FIXTURES / "tar", tmp_path / "made").content
+        assert all_records("s3://my-bucket/made") == all_records(tmp_path / "made")
+        one = indexed("s3://my-bucket/data/001.tar", "s3://my-bucket/one")
+        assert one.split("train").items == 5
+        corrupt(source, "001.tar", "flip", random.Random(1))
+        with pytest.raises(CorpusCorrupt, match=r"s3://my-bucket/data/001\.tar: wanted"):
+            all_records("s3://my-bucket/made")
 
 
 # ---- what goes wrong -----------------------------------------------------------------------------
@@ -266,11 +319,9 @@ def test_a_file_that_changed_is_named(tmp_path, name, damage):
             break
         store.put(victim, kept)
     assert [one.key for one in found] == [f"{store.url}/{victim}"]
+    read = tokens_of if card.kind == "tokens" else all_records
     with pytest.raises(CorpusCorrupt, match=f"source/{victim}: wanted"):
-        if card.kind == "tokens":
-            tokens_of(tmp_path / "made")
-        else:
-            in_any_order(harness.data.Records(str(tmp_path / "made")))
+        read(tmp_path / "made")
 
 
 def test_a_damaged_table_of_items_is_named(tmp_path):
@@ -280,7 +331,7 @@ def test_a_damaged_table_of_items_is_named(tmp_path):
     corrupt(store, table, "flip", random.Random(1))
     assert [one.key for one in damaged(store, card_of(store))] == [table]
     with pytest.raises(CorpusCorrupt, match=f"made/{table}: wanted"):
-        in_any_order(harness.data.Records(str(tmp_path / "made")))
+        all_records(tmp_path / "made")
 
 
 def test_what_cannot_be_read_where_it_lies_is_refused(tmp_path):

@@ -102,7 +102,7 @@ def _leaves(spec: dict[str, Any], before: str = "") -> Iterator[str]:
     # keys of a dict; null of a list or a tuple
     names = context if isinstance(context, list) else range(len(children))
     for name, child in zip(names, children, strict=True):
-        yield from _leaves(child, f"{before}.{name}" if before else name)
+        yield from _leaves(child, f"{before}.{name}" if before else str(name))
 
 
 def _scan(passing: FilePass, file: ForeignFile, found: ForeignFiles, asked: IndexSettings) -> None:

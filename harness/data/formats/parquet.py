@@ -61,8 +61,8 @@ def _start(column: Any) -> int:
     return min(int(at) for at in pages if at)
 
 
-class _Held(io.RawIOBase):
-    """A file of which some pieces are there: (where each begins, its bytes)."""
+class _HeldPieces(io.RawIOBase):
+    """A file of which some pieces are there (where each begins, its bytes), and zeros between."""
 
     def __init__(self, pieces: list[tuple[int, bytes]]):
         super().__init__()
@@ -76,23 +76,22 @@ class _Held(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = (
-            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
-        )
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        self._at = base + offset
         return self._at
 
     def tell(self) -> int:
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
+        view = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._at)]
+        view[:] = bytes(len(view))
         for start, data in self._pieces:
-            if start <= self._at < start + len(data):
-                found = data[self._at - start :][: len(view)]
-                view[: len(found)] = found
-                self._at += len(found)
-                return len(found)
-        return 0
+            first, last = max(start, self._at), min(start + len(data), self._at + len(view))
+            if first < last:
+                view[first - self._at : last - self._at] = data[first - start : last - start]
+        self._at += len(view)
+        return len(view)
 
 
 class _RowGroups:
@@ -126,7 +125,7 @@ class _RowGroups:
     def _read(self, shard: int) -> Any:
         key = self._index.places[shard].key
         pieces = [self._piece(one) for one in (shard, self._footer[key])]
-        with self._parquet.ParquetFile(_Held(pieces)) as file:
+        with self._parquet.ParquetFile(_HeldPieces(pieces)) as file:
             table = file.read_row_group(shard - self._first[key])
         if table.num_rows != int(self._index.shards["items"][shard]):
             raise CorpusCorrupt(

@@ -141,7 +141,9 @@ def scan_offsets(passing: FilePass, file: ForeignFile) -> None:
     room = (file.nbytes - 4) // 4 - 1
     if n == file.items and n <= room:
         at = np.frombuffer(passing.read(4 * (n + 1)), U32).astype(np.int64)
-        if (np.diff(at) >= 0).all() and at[0] >= 4 * (n + 2) and at[-1] == file.nbytes:
+        if (np.diff(at) >= 0).all() and 4 * (n + 2) <= at[0] and at[-1] <= file.nbytes:
+            if at[-1] < file.nbytes:
+                raise refused(passing.url, "more behind its items, such as rows in Arrow")
             passing.close(n, np.stack([at[:-1], at[1:]], axis=1))
             return
     raise BadInput(
