@@ -324,6 +324,19 @@ def test_a_file_that_changed_is_named(tmp_path, name, damage):
         read(tmp_path / "made")
 
 
+def test_of_equal_files_the_damaged_one_is_named(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("a", "b", "c"):
+        shutil.copy(FIXTURES / "tar" / "000.tar", source / f"{name}.tar")
+    card = indexed(source, tmp_path / "made")
+    made = open_store(str(tmp_path / "made"))
+    corrupt(open_store(str(source)), "b.tar", "flip", random.Random(1))
+    assert [one.key for one in damaged(made, card)] == [f"file://{source}/b.tar"]
+    found = all_records(tmp_path / "made")  # the same bytes lie elsewhere
+    assert found[:5] == found[5:10] == found[10:]
+
+
 def test_a_damaged_table_of_items_is_named(tmp_path):
     indexed(FIXTURES / "mds", tmp_path / "made")
     store = open_store(str(tmp_path / "made"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from harness.data.card import Card, CorpusIndex, hash_of, shard_key
 from harness.data.chunks import index_of
-from harness.data.foreign_shards import shards_of
+from harness.data.foreign_shards import ForeignShards, shards_of
 from storage.errors import NotFound
 from storage.objects import ObjectStore, read_into
 
@@ -47,6 +47,7 @@ def _wrong(
 ) -> ShardDamage | None:
     key, nbytes = shard_key(index.name(shard)), int(index.shards["nbytes"][shard])
     told = index.told(shard, store.url).removeprefix(f"{store.url}/")
+    store = store.alone(shard) if isinstance(store, ForeignShards) else store
     try:
         if (found := store.size(key)) != nbytes:
             return ShardDamage(told, f"wanted {nbytes} bytes, found {found}")

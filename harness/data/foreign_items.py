@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from harness.core.batch import sample_hash
+from harness.core.world import BadInput
 from harness.data.card import Card, CorpusCorrupt, Int64Array
 from harness.data.chunks import Chunks
 from harness.data.formats import FORMATS
@@ -17,13 +18,19 @@ PLACE = np.dtype("<u8")  # a table of items has two for each: where it begins an
 
 
 class ForeignItems:
-    """Where the items of others' files lie, and what they are. Any thread may call it."""
+    """Where the items of others' files lie, and what they are. Any thread may call it. Raises
+    BadInput for a format of a newer version."""
 
     def __init__(self, card: Card, chunks: Chunks):
         index = chunks.index
         self.chunks = chunks
         self._table = int(index.shard_starts[len(index.places)])  # where it begins in the row
         self._has_table = len(index.shards) > len(index.places)
+        if card.layout not in FORMATS:
+            raise BadInput(
+                f"{chunks.where}: wanted files in one of the formats {', '.join(FORMATS)}, found "
+                f"{card.layout!r}; update the package here"
+            )
         self._opened = FORMATS[card.layout].opened
         self._card = card
 

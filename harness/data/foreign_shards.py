@@ -23,11 +23,17 @@ class ForeignShards:
 
     def __init__(self, store: ObjectStore, index: CorpusIndex, opened: Callable[[], ObjectStore]):
         self.url, self._store = store.url, store
-        self._source = functools.cache(opened)
+        self._index, self._source = index, functools.cache(opened)
         self._places = {
             shard_key(index.name(i)): (place, int(index.shards["nbytes"][i]))
             for i, place in reversed(list(enumerate(index.places)))
         }
+
+    def alone(self, shard: int) -> ForeignShards:
+        """With one shard: of several that are equal, each is read where it lies itself."""
+        at = slice(shard, shard + 1)
+        one = replace(self._index, shards=self._index.shards[at], places=self._index.places[at])
+        return ForeignShards(self._store, one, self._source)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         if (found := self._places.get(key)) is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import fnmatch
 import glob
 import threading
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 
 from harness.core.values import canonical, digest
@@ -146,7 +146,8 @@ def make_index(
 
 def _scan_all(store: ObjectStore, plan: IndexPlan, jobs: int, watch: WatchBytes) -> None:
     """Leave a note for each file that has none."""
-    source, files, lock = open_store(plan.url), plan.found.files, threading.Lock()
+    source, files = open_store(plan.url), plan.found.files
+    lock, stopped = threading.Lock(), threading.Event()
     whole = sum(file.nbytes for file in files)
     there = set(store.list(plan.work))
     left = [i for i in range(len(files)) if note_key(plan.work, i) not in there]
@@ -154,6 +155,8 @@ def _scan_all(store: ObjectStore, plan: IndexPlan, jobs: int, watch: WatchBytes)
 
     def tell(nbytes: int) -> None:
         nonlocal done
+        if stopped.is_set():  # in the midst of a file
+            raise CancelledError
         with lock:
             done += nbytes
 
@@ -172,6 +175,7 @@ def _scan_all(store: ObjectStore, plan: IndexPlan, jobs: int, watch: WatchBytes)
                     future.result()
                 watch("indexing", done, whole)
         except BaseException:
+            stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 

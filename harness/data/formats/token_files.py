@@ -72,8 +72,8 @@ def _with_header(folder: SourceFolder, file: ForeignFile) -> tuple[ForeignFile, 
 
 # ---- Megatron ------------------------------------------------------------------------------------
 def _find_megatron(folder: SourceFolder, asked: IndexSettings) -> ForeignFiles | None:
-    keys = {key.removesuffix(".idx") for key in folder.keys if key.endswith(".idx")}
-    pairs = sorted(key for key in keys if f"{key}.bin" in folder.keys)
+    stems = [{key.removesuffix(end) for key in folder.ending(end)} for end in (".idx", ".bin")]
+    pairs = sorted(set.intersection(*stems))
     if not pairs:
         return None
     files = folder.sized([f"{key}.bin" for key in pairs])
