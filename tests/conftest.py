@@ -14,7 +14,8 @@ os.environ.setdefault("STORAGE_FSYNC", "0")
 # of models on several ranks, `make test` all the others; other people's trainers have an environment
 # of their own (`make adapters`).
 PROOFS = (
-    *("budget", "check_run", "data_excluded", "data_images", "data_kills", "data_story"),
+    *("budget", "check_run", "data_excluded", "data_formats_training", "data_images"),
+    *("data_kills", "data_story"),
     *("data_training", "dcp", "examples", "extending", "floods", "hostile_day", "kills"),
     *("live_faults_of_b30688c", "longrun", "loops_page"),
     *("many_nodes", "meshes", "micro_loader", "old_runs", "open_steps", "own_files", "package"),

@@ -294,7 +294,7 @@ def test_what_cannot_be_read_is_refused(corpus, tmp_path):
     with pytest.raises(BadInput, match="use Tokens"):
         harness.data.Records(corpus)
     newer = open_store(str(tmp_path / "newer"))
-    card = open_store(corpus).get(CARD).replace(b'"format": 1', b'"format": 2')
+    card = open_store(corpus).get(CARD).replace(b'"format": 1', b'"format": 99')
     newer.put(CARD, card)
     with pytest.raises(CorpusCorrupt, match="update the package"):
         harness.data.Tokens(newer.url)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.cli.common import DONE, FAILED, existing_store
 from harness.cli.data_exclude import ExcludeFlags, exclude
+from harness.cli.data_index import IndexFlags, index
 from harness.cli.data_spikes import SpikesFlags, spikes
 from harness.core.config import FlagParser, add_flags, build, flag, positional
 from harness.core.world import BadInput
@@ -29,8 +30,8 @@ MIB = 1 << 20
 @dataclass(frozen=True)
 class DataFlags:
     words: tuple[str, ...] = positional(
-        "prepare SOURCES... DEST | show URL | verify URL | exclude URL | spikes RUN; `harness data "
-        "prepare --help`",
+        "prepare SOURCES... DEST | index SOURCE DEST | show URL | verify URL | exclude URL | "
+        "spikes RUN; `harness data prepare --help`",
         nargs="...",
     )
 
@@ -92,6 +93,7 @@ class ShowFlags:
         (), "print this window or record; may be repeated", metavar="I", type=int
     )
     length: int = flag(256, "tokens of a window of --item", at_least=1)
+    source: str = flag("", "where the files are now that it is an index of", metavar="URL")
     run: str = flag("", "a run that was trained on it, for --step", metavar="URL")
     step: tuple[int, ...] = flag(
         (), "print the samples of this step; may be repeated", metavar="K", type=int
@@ -101,10 +103,11 @@ class ShowFlags:
 @dataclass(frozen=True)
 class DataVerifyFlags:
     url: str = positional("URL of the corpus")
+    source: str = flag("", "where the files are now that it is an index of", metavar="URL")
 
 
 def data(flags: DataFlags) -> int:
-    """Prepare a corpus (prepare SOURCES... DEST), show, verify it, exclude documents of it."""
+    """Prepare a corpus, index files of others, show, verify it, exclude documents of it."""
     parser = FlagParser(prog="harness data", description=(data.__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(
         dest="word", required=True, parser_class=FlagParser, metavar="COMMAND"
@@ -150,7 +153,7 @@ def prepare(flags: PrepareFlags) -> int:
     number, _, of = (flags.part or "1/1").partition("/")
     console = Console()
     plan = PreparePlan.of(sources, settings)
-    with _bar(console) as watch:
+    with bytes_bar(console) as watch:
         part = PreparePart(int(number), int(of))
         card = make(normalize(url), plan, licence=flags.licence, jobs=jobs, part=part, watch=watch)
     if card is None:
@@ -159,12 +162,12 @@ def prepare(flags: PrepareFlags) -> int:
             "card, and the same command without --part does all that is left"
         )
         return DONE
-    _print_card(card, normalize(url), console)
+    print_card(card, normalize(url), console)
     return DONE
 
 
 @contextmanager
-def _bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+def bytes_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     tasks: dict[str, Any] = {}
     with progress_bar(console) as bar:
 
@@ -190,28 +193,28 @@ def show(flags: ShowFlags) -> int:
     if flags.item:
         dataset: Tokens | Records
         if card.kind == TOKENS:
-            dataset = Tokens(flags.url, flags.length, split=flags.split)
+            dataset = Tokens(flags.url, flags.length, split=flags.split, source=flags.source)
         else:
-            dataset = Records(flags.url, split=flags.split)
+            dataset = Records(flags.url, split=flags.split, source=flags.source)
         for item in flags.item:
             if not 0 <= item < len(dataset):
                 raise BadInput(f"--item {item}: wanted 0 to {len(dataset) - 1}")
             _print_item(dataset, item, f"item {item}", console)
     for step in flags.step:
-        _show_step(existing_store(flags.run), flags.url, step, console)
+        _show_step(existing_store(flags.run), flags.url, flags.source, step, console)
     if not flags.item and not flags.step:
-        _print_card(card, normalize(flags.url), console)
+        print_card(card, normalize(flags.url), console)
         _print_list(store, card, console)
     return DONE
 
 
-def _show_step(run: ObjectStore, url: str, step: int, console: Console) -> None:
+def _show_step(run: ObjectStore, url: str, source: str, step: int, console: Console) -> None:
     from harness.bucket.layout import IDENTITY, Identity
     from harness.core.batch import Batching, indices_at, positions_of
     from harness.data.reading import named_by
 
     found = Identity.decode(run.get(IDENTITY))
-    dataset = named_by(found.data, url)
+    dataset = named_by(found.data, url, source=source)
     batching = Batching(
         found.samples, found.global_batch, found.micro_batch, found.seed, found.shuffle
     )
@@ -238,11 +241,11 @@ def _print_item(dataset: Tokens | Records, item: int, what: str, console: Consol
     console.print(text, highlight=False, markup=False)
 
 
-def _print_card(card: Card, url: str, console: Console) -> None:
+def print_card(card: Card, url: str, console: Console) -> None:
     from rich.table import Table
 
     table = Table(title=f"{card.kind} at {url}", title_justify="left")
-    unit = "tokens" if card.tokenizer else "records"
+    unit = card.kind
     for column in ("split", "documents", unit, "bytes", "shards"):
         table.add_column(column, justify="left" if column == "split" else "right")
     for split in card.splits:
@@ -251,13 +254,21 @@ def _print_card(card: Card, url: str, console: Console) -> None:
     console.print(table)
     said = {
         "content": card.content,
+        "format": card.layout,
+        "at": card.source,
+        "fields": ", ".join(f"{one.name} {one.encoding}".rstrip() for one in card.fields),
+        "tokens": f"{card.dtype}, below {card.vocabulary}, eos {card.eos}",
         "tokenizer": f"{card.tokenizer} ({card.tokenizer_hash}), {card.dtype}, eos {card.eos}",
         "sources": f"{len(card.sources)}, {sum(s.nbytes for s in card.sources):,} bytes",
         "dropped": f"{card.dropped} documents that were there before"
         + (f" ({card.near})" if card.near else ""),
         "licence": card.licence,
     }
-    absent = {"tokenizer": not card.tokenizer, "dropped": card.dropped < 0}
+    absent = {
+        "tokenizer": not card.tokenizer,
+        "tokens": not (card.layout and card.dtype),
+        "dropped": card.dropped < 0,
+    }
     for name, words in said.items():
         if words and not absent.get(name):
             console.print(f"{name}: {words}", highlight=False)
@@ -288,22 +299,23 @@ def verify(flags: DataVerifyFlags) -> int:
     card = card_of(store)
     history(store, card)
     whole, done, found = sum(split.nbytes for split in card.splits), 0, 0
-    with _bar(console) as watch:
+    with bytes_bar(console) as watch:
 
         def tell(nbytes: int) -> None:
             nonlocal done
             done += nbytes
             watch("verifying", done, whole)
 
-        for damage in damaged(store, card, tell):
+        for damage in damaged(store, card, tell, flags.source):
             found += 1
             console.print(f"{damage.key}: {damage.what}", style="red", highlight=False)
     shards = sum(split.shards for split in card.splits)
+    made = "indexed" if card.layout else "prepared"
     if found:
         console.print(f"{found} of {shards} shards are damaged", highlight=False)
         return FAILED
     console.print(
-        f"{shards} shards, {whole:,} bytes: each is what was prepared (content {card.content})",
+        f"{shards} shards, {whole:,} bytes: each is what was {made} (content {card.content})",
         highlight=False,
     )
     return DONE
@@ -311,6 +323,7 @@ def verify(flags: DataVerifyFlags) -> int:
 
 WORDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
     "prepare": (PrepareFlags, prepare),
+    "index": (IndexFlags, index),
     "show": (ShowFlags, show),
     "exclude": (ExcludeFlags, exclude),
     "spikes": (SpikesFlags, spikes),

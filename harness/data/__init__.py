@@ -5,7 +5,18 @@
 
 from __future__ import annotations
 
+from harness.data.by_index import ByIndex
 from harness.data.card import Card, CorpusCorrupt
+from harness.data.encodings import from_litdata, from_mds
 from harness.data.reading import Records, Tokens, packed
 
-__all__ = ["Card", "CorpusCorrupt", "Records", "Tokens", "packed"]
+__all__ = [
+    "ByIndex",
+    "Card",
+    "CorpusCorrupt",
+    "Records",
+    "Tokens",
+    "from_litdata",
+    "from_mds",
+    "packed",
+]

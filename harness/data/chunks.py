@@ -29,6 +29,7 @@ from harness.data.card import (
     index_key,
     shard_key,
 )
+from harness.data.foreign_shards import shards_of
 from storage.errors import NotFound
 from storage.objects import ObjectStore, read_into
 from storage.opening import normalize, open_store
@@ -51,14 +52,15 @@ class Chunks:
         self.index, self.where, self._fetch = index, where, fetch
         self.read_nbytes = 0
         self._room = max(1, cache_nbytes // index.chunk_nbytes)
-        self._held: OrderedDict[int, tuple[bytes, int]] = OrderedDict()  # and 64 bits of its hash
+        self._held: OrderedDict[int, bytes] = OrderedDict()
+        self._hashed = np.zeros(len(index.hashes), np.bool_)  # which were read here, and are right
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
     def read(self, start: int, end: int) -> bytes:
         """The bytes [start, end) of the row. Raises CorpusCorrupt, StoreError."""
         numbers = self.index.chunks_of(start, end)
-        found = b"".join(self._chunk(number)[0] for number in numbers)
+        found = b"".join(self._chunk(number) for number in numbers)
         begin = start - int(self.index.starts[numbers.start]) if numbers else 0
         return found[begin : begin + end - start]
 
@@ -76,49 +78,53 @@ class Chunks:
             pass
 
     def ids(self, chunks: Int64Array) -> Uint64s:
-        """As `CorpusIndex.ids`, but of their bytes as they were read here."""
-        return np.array([self._chunk(number)[1] for number in chunks.tolist()], np.uint64)
+        """As `CorpusIndex.ids`, but of their bytes as they were read here: nothing is given away
+        that has another hash, so what was read once need not be held."""
+        for number in chunks[~self._hashed[chunks]].tolist():
+            self._chunk(number)
+        return self.index.ids(chunks)
 
-    def _chunk(self, number: int) -> tuple[bytes, int]:
+    def _chunk(self, number: int) -> bytes:
         with self._lock:
             if (held := self._held.get(number)) is not None:
                 self._held.move_to_end(number)
                 return held
         held = self._fetched(number)
         with self._lock:
-            self.read_nbytes += len(held[0])
-            self._held[number] = held
+            self.read_nbytes += len(held)
+            self._held[number], self._hashed[number] = held, True
             while len(self._held) > self._room:
                 self._held.popitem(last=False)
         return held
 
-    def _fetched(self, number: int) -> tuple[bytes, int]:
+    def _fetched(self, number: int) -> bytes:
         shard, within = self.index.place(number)
         wanted = self.index.hashes[number].tobytes()
         nbytes = int(self.index.starts[number + 1] - self.index.starts[number])
-        where, data = f"{self.where}/{shard_key(shard)}", b""
+        where, data = self.index.told(self.index.shard_of(number), self.where), b""
         for _ in range(TRIES):
             try:
                 data = self._fetch(shard, within)
             except NotFound as e:
                 raise CorpusCorrupt(
                     f"{where}: wanted a shard that the corpus consists of, found none; restore it, "
-                    "or prepare the corpus again"
+                    "or make the corpus again"
                 ) from e
-            if (found := hash_of(data)) == wanted:
-                return data, int.from_bytes(found[:8], "little")
-        begin = within * self.index.chunk_nbytes
+            if hash_of(data) == wanted:
+                return data
+        begin, made = self.index.origin(number)
         what = f"only {len(data)} (it was cut)" if len(data) < nbytes else "others"
         raise CorpusCorrupt(
-            f"{where}: wanted the {nbytes} bytes from {begin} on as they were prepared, found "
-            f"{what}, {TRIES} times; nothing of it is trained on; restore the shard, or prepare "
-            "the corpus again; `harness data verify` names all that is damaged"
+            f"{where}: wanted the {nbytes} bytes from {begin} on as they were {made}, found "
+            f"{what}, {TRIES} times; nothing of it is trained on; restore the shard, or make the "
+            "corpus again; `harness data verify` names all that is damaged"
         )
 
 
 class CorpusReader:
     """One split of a corpus, for any process: what is open is opened in the process that uses it,
     and never pickled. `fetch`: makes a `Fetch` of (store, bytes of a chunk); see `from_store`.
+    `source`: where the files of others are now that the corpus consists of, if they were moved.
     Raises BadInput, CorpusCorrupt, StoreError."""
 
     def __init__(
@@ -130,8 +136,9 @@ class CorpusReader:
         fetch: Callable[[ObjectStore, int], Fetch] | None = None,
         cache_nbytes: int = CACHE_NBYTES,
         within_s: float = WITHIN_S,
+        source: str = "",
     ):
-        self.url = normalize(url)
+        self.url, self._source = normalize(url), source
         self._fetch, self._cache_nbytes, self._within_s = fetch, cache_nbytes, within_s
         self._opened: tuple[int, Chunks] | None = None  # the process that did it
         self.card = card_of(self._store())
@@ -153,6 +160,7 @@ class CorpusReader:
         if self._opened is None or self._opened[0] != os.getpid():
             store = self._store()
             index = index_of(store, self.card, self.split)
+            store, index = shards_of(store, self.card, index, self._source, self._within_s)
             fetch = (self._fetch or from_store)(store, index.chunk_nbytes)
             self._opened = os.getpid(), Chunks(index, fetch, self.url, self._cache_nbytes)
         return self._opened[1]

@@ -79,7 +79,7 @@ def _documents(extent: Extent, how: DocumentRules) -> Iterator[Document]:
             yield _of_row(row, how, extent.file)
     elif kind == "tar":
         with decompressed(extent.file) as stream:
-            for record in _samples(stream):
+            for _, record in tar_samples(stream):
                 yield record if how.kind == RECORDS else _text_of(record, how, extent.file)
     elif kind == "jsonl":
         for line in _delimited(extent, b"\n"):
@@ -212,14 +212,14 @@ def _arrow(stream: BinaryIO, arrow: Any) -> Iterator[Any]:
 def _of_row(row: Mapping[str, Any], how: DocumentRules, file: SourceFile) -> Document:
     if how.kind != RECORDS:
         return _field_of(row, how, file)
-    return dict(_flat(row))
+    return dict(flat_fields(row))
 
 
-def _flat(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, bytes]]:
+def flat_fields(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, bytes]]:
     """Bytes as they are, structures by dotted names (`image.bytes`), all else as JSON."""
     for name, value in row.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
+            yield from flat_fields(value, f"{before}{name}.")
         elif isinstance(value, bytes):
             yield f"{before}{name}", value
         else:
@@ -227,25 +227,29 @@ def _flat(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, bytes
 
 
 # ---- tar -----------------------------------------------------------------------------------------
-def _samples(stream: BinaryIO) -> Iterator[Fields]:
-    """Of WebDataset: files in a row whose names are alike up to the first dot behind the folder."""
-    key, sample = "", Fields()
-    with tarfile.open(fileobj=stream, mode="r|") as tar:
+def tar_samples(stream: Any) -> Iterator[tuple[tuple[int, int], Fields]]:
+    """Of WebDataset: files in a row whose names are alike up to the first dot behind the folder,
+    and where they lie in the stream, headers and padding among them."""
+    key, sample, begin, end = "", Fields(), 0, 0
+    with tarfile.open(fileobj=stream, mode="r|", bufsize=READ_NBYTES) as tar:
         for member in tar:
+            tar.members.clear()  # type: ignore[attr-defined]  # it would keep all, and looks back at none of a stream
             if not member.isreg():
                 continue
             folder, _, name = member.name.rpartition("/")
             stem, _, ending = name.partition(".")
             if (found := f"{folder}/{stem}") != key and sample:
-                yield sample
+                yield (begin, end), sample
                 sample = {}
             if not sample:
                 key, sample = found, {"__key__": found.lstrip("/").encode()}
+                begin = member.offset
             content = tar.extractfile(member)
             assert content is not None  # it is a regular file
             sample[ending or "data"] = content.read()
+            end = tar.offset  # behind its padding
     if sample:
-        yield sample
+        yield (begin, end), sample
 
 
 def _text_of(record: Fields, how: DocumentRules, file: SourceFile) -> str:

@@ -20,7 +20,15 @@ import numpy as np
 from harness.core.batch import Uint64s, sample_hash
 from harness.core.values import BadObject, Natural, built, canonical, digest, parsed
 from harness.core.world import BadInput
-from harness.data.card import FORMAT, MOST_CARD_NBYTES, Card, CorpusCorrupt, Int64Array, hash_of
+from harness.data.card import (
+    FORMAT,
+    MOST_CARD_NBYTES,
+    TOKENS,
+    Card,
+    CorpusCorrupt,
+    Int64Array,
+    hash_of,
+)
 from storage.errors import NotFound
 from storage.objects import ObjectStore
 
@@ -119,6 +127,11 @@ def exclude(
 ) -> ExclusionList:
     """The newest list, with these ranges (n, 2) by split: a new one, unless it has them already.
     Raises BadInput if nothing would be left of a split, CorpusCorrupt, StoreError."""
+    if card.kind == TOKENS and card.eos < 0:
+        raise BadInput(
+            f"{store.url}: wanted a corpus that says which token ends a document, found none; "
+            "index it again with --eos"
+        )
     for _ in range(TRIES):
         newest = list_of(store, card)
         made = newest.with_more(more, reason)
@@ -127,7 +140,8 @@ def exclude(
         for name in more:
             split = card.split(name)
             gone = int(np.diff(made.ranges(name)).sum())
-            if split is None or gone >= split.items - (split.documents if card.tokenizer else 0):
+            ends = split.documents if split is not None and card.kind == TOKENS else 0
+            if split is None or gone >= split.items - ends:
                 raise BadInput(
                     f"{store.url}: wanted something left of the split {name!r}, found that all of "
                     "it would be excluded; name less"

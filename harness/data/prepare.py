@@ -130,14 +130,14 @@ def prepare(
     """The card of the corpus; None: other parts are not done yet, and whoever ends last will write
     it. Goes on where an earlier one was interrupted. Raises BadInput, HarnessError, StoreError."""
     store = open_store(url)
-    if (made := _made(store, plan)) is not None:
+    if (made := made_already(store, plan.digest)) is not None:
         return made
     dropped: dict[int, Int64Array] = {}
     if plan.drops:
         _do(store, url, plan, part, jobs, _hash_unit, hashes_key, watch, {})
         hashed = _keys_if_done(store, plan, hashes_key)
         if hashed is None:
-            return _made(store, plan)
+            return made_already(store, plan.digest)
         nbytes = sum(size or 0 for _, size in size_each(store, hashed))
         found = lambda: (data or b"" for _, data in get_each(store, hashed))  # noqa: E731
         if plan.near is None:
@@ -147,7 +147,7 @@ def prepare(
     _do(store, url, plan, part, jobs, _make_unit, note_key, watch, dropped)
     noted = _keys_if_done(store, plan, note_key)
     if noted is None:  # or whoever was last is about to finish, or has just done so
-        return _made(store, plan)
+        return made_already(store, plan.digest)
     notes = [
         UnitNote.decode(data or b"", f"{store.url}/{key}") for key, data in get_each(store, noted)
     ]
@@ -155,12 +155,13 @@ def prepare(
     return _finish(store, plan, notes, licence, count)
 
 
-def _made(store: ObjectStore, plan: PreparePlan) -> Card | None:
-    """What is there already. Raises BadInput if it is something else."""
+def made_already(store: ObjectStore, plan: str) -> Card | None:
+    """What is there already; `plan`: the digest of what is to be there. Raises BadInput if it is
+    something else."""
     try:
         store.size(CARD)
     except NotFound:
-        others = {key.split("/")[1] for key in store.list(WORK)} - {plan.digest}
+        others = {key.split("/")[1] for key in store.list(WORK)} - {plan}
         if others:
             raise BadInput(
                 f"{store.url}: wanted a new corpus or the same one that was interrupted, found the "
@@ -168,7 +169,7 @@ def _made(store: ObjectStore, plan: PreparePlan) -> Card | None:
             ) from None
         return None
     card = card_of(store)
-    if card.plan != plan.digest:
+    if card.plan != plan:
         raise BadInput(
             f"{store.url}: wanted a place for a new corpus, found one of other sources or "
             "settings, and a corpus is never changed; name another DEST"

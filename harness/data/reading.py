@@ -20,6 +20,7 @@ from harness.core.world import BadInput
 from harness.data.card import DTYPES, END, RECORDS, TOKENS, CorpusCorrupt, Int64Array
 from harness.data.chunks import CorpusReader
 from harness.data.excluding import NEWEST, hashed_anew, instead, joined, list_of, marked
+from harness.data.foreign_items import ForeignItems
 from harness.data.framing import unframed
 from storage.opening import open_store
 
@@ -103,6 +104,11 @@ class Tokens(_LeavesOut):
         self._reader = CorpusReader(url, split, TOKENS, **reading)
         self.card, self.length, self.boundaries = self._reader.card, length, boundaries
         self._dtype = DTYPES[self.card.dtype]
+        if boundaries and self.card.eos < 0:
+            raise BadInput(
+                f"Tokens({url}, boundaries={boundaries!r}): wanted a corpus that says which token "
+                "ends a document, found none; index it again with --eos"
+            )
         if not len(self):
             raise BadInput(
                 f"{url}: wanted at least {length + 1} tokens in the split {split!r}, for one "
@@ -166,11 +172,12 @@ class Tokens(_LeavesOut):
 
 
 class Records(_LeavesOut):
-    """Records of a corpus: whatever was prepared as such, images and audio too. Item i:
-    `decode(record)`, or the record itself, a dict of bytes by the name of the field. `decode` runs
-    where the item is read, and may draw from the global generators, which `run.steps` seeds by the
-    position. Instead of a record that the corpus' newest exclusion list names comes the next one
-    that it does not. Others: see `CorpusReader`. Raises BadInput, CorpusCorrupt, StoreError."""
+    """Records of a corpus: whatever was prepared as such, images and audio too, and datasets of
+    others that were indexed. Item i: `decode(record)`, or the record itself, a dict of bytes by the
+    name of the field. `decode` runs where the item is read, and may draw from the global
+    generators, which `run.steps` seeds by the position. Instead of a record that the corpus' newest
+    exclusion list names comes the next one that it does not. Others: see `CorpusReader`. Raises
+    BadInput, CorpusCorrupt, StoreError."""
 
     def __init__(
         self,
@@ -182,6 +189,7 @@ class Records(_LeavesOut):
     ):
         self._reader = CorpusReader(url, split, RECORDS, **reading)
         self.card, self.decode = self._reader.card, decode
+        self._foreign: ForeignItems | None = None  # of this process
         if not len(self):
             raise BadInput(f"{url}: wanted records in the split {split!r}, found none")
         self.exclude()
@@ -189,8 +197,17 @@ class Records(_LeavesOut):
     def __len__(self) -> int:
         return self._reader.split.items
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_foreign": None}
+
     def __getitem__(self, i: int) -> Any:
-        return self._decoded(self._ranges([i])[0])
+        (place,) = self._ranges([i])
+        foreign = self._others()
+        if foreign is None:
+            record = unframed(self._reader.chunks.read(*place))
+        else:
+            record = foreign.record(self._instead([i])[0], place)
+        return record if self.decode is None else self.decode(record)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Many at once, as a DataLoader asks for them."""
@@ -204,15 +221,19 @@ class Records(_LeavesOut):
     def content_ids(self, indices: Sequence[int], as_read: bool = True) -> Int64Array:
         """As `Tokens.content_ids`, of the records before they are decoded; where they lie is read
         in any case."""
-        return self._reader.contents(self._ranges(indices), as_read)
+        found, foreign = self._reader.contents(self._ranges(indices), as_read), self._others()
+        return foreign.apart(found, self._instead(indices)) if foreign else found
 
     @property
     def fingerprint(self) -> str:
         return self._reader.named(f"records:{_name_of(self.decode)}")
 
-    def _decoded(self, place: tuple[int, int]) -> Any:
-        record = unframed(self._reader.chunks.read(*place))
-        return record if self.decode is None else self.decode(record)
+    def _others(self) -> ForeignItems | None:
+        """If the corpus consists of files of others: what finds items in them."""
+        chunks = self._reader.chunks
+        if self.card.layout and (self._foreign is None or self._foreign.chunks is not chunks):
+            self._foreign = ForeignItems(self.card, chunks)
+        return self._foreign
 
     def _entries(self, indices: Sequence[int]) -> Ranges:
         """Where the ends of the record before each and of its own lie, behind the shard's records;
@@ -228,6 +249,8 @@ class Records(_LeavesOut):
 
     def _ranges(self, indices: Sequence[int]) -> Ranges:
         found = self._instead(indices)
+        if (foreign := self._others()) is not None:
+            return foreign.ranges(found)
         chunks, entries, out = self._reader.chunks, self._entries(found), []
         chunks.ahead(entries)
         for i, place in zip(found, entries, strict=True):
@@ -262,9 +285,9 @@ def packed(
     }
 
 
-def named_by(fingerprint: str, url: str) -> Tokens | Records:
+def named_by(fingerprint: str, url: str, **reading: Any) -> Tokens | Records:
     """The dataset with this fingerprint, of the corpus at `url`: what a run has read, for who
-    proves it. Raises BadInput if it is another corpus."""
+    proves it. `reading`: see `CorpusReader`. Raises BadInput if it is another corpus."""
     found = _FINGERPRINT.fullmatch(fingerprint)
     if found is None:
         raise BadInput(
@@ -276,9 +299,9 @@ def named_by(fingerprint: str, url: str) -> Tokens | Records:
     dataset: Tokens | Records
     if length:
         shape = "" if boundaries == "plain" else boundaries
-        dataset = Tokens(url, int(length), split=split, boundaries=shape)
+        dataset = Tokens(url, int(length), split=split, boundaries=shape, **reading)
     else:
-        dataset = Records(url, split=split)
+        dataset = Records(url, split=split, **reading)
     if dataset.card.content != content:
         raise BadInput(
             f"{url}: wanted the corpus that the run read, with content {content}, found another, "

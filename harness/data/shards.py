@@ -46,7 +46,7 @@ class ShardWriter:
 
     def close(self) -> None:
         """Write what is held. Its name is its content, so who did this before has done the same."""
-        if not self._items:
+        if not self._held:
             return
         self._held += np.array(self._ends, END).tobytes()
         view = memoryview(bytes(self._held))

@@ -217,9 +217,7 @@ class UploadServer:
 
         def landed(outcome: UploadOutcome) -> None:
             in_a_hurry = self._deadline_s is not None and self.uploader.busy()
-            near = (
-                outcome.state == "committed" and self.nearby.config.keeps and not in_a_hurry
-            )
+            near = outcome.state == "committed" and self.nearby.config.keeps and not in_a_hurry
             with self._lock:
                 kept.busy = near
                 if outcome.state in ("committed", "waiting"):

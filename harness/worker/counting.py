@@ -156,9 +156,7 @@ class Counting:
 
     def agree(self) -> bool:
         """After the last micro-batch: True if all must be done again. All ranks say the same."""
-        peaks = torch.zeros(
-            len(self.scales.exponents), dtype=torch.float64, device=self.device
-        )
+        peaks = torch.zeros(len(self.scales.exponents), dtype=torch.float64, device=self.device)
         peaks[self._at] = torch.nan_to_num(self._peaks, nan=math.inf, posinf=math.inf)
         bits = peaks.view(torch.int64)
         parts = torch.zeros_like(bits)

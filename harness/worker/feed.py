@@ -21,6 +21,7 @@ from harness.worker.loader import (
     is_map_style,
     map_style,
     read_again,
+    refuse_a_part,
     same_when_read_again,
 )
 from harness.worker.peers import Peers
@@ -55,7 +56,9 @@ class Feed:
         shuffle: bool,
         collate: Collate | None,
     ) -> Stream | None:
-        """Plan who reads what. The stream if one was begun: its place is part of the state."""
+        """Plan who reads what. The stream if one was begun: its place is part of the state. Raises
+        BadInput."""
+        refuse_a_part(dataset, self._peers.world)
         mapped = is_map_style(dataset)
         agree_on_exclusions(dataset, self._peers)
         samples = len(dataset) if mapped else 1 << 62

@@ -249,6 +249,25 @@ def is_map_style(dataset: Any) -> bool:
     return hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
 
 
+def refuse_a_part(dataset: Any, world: int) -> None:
+    """Raises BadInput for a stream that would give each rank a part of its own, where every rank
+    must read the same."""
+    read = dataset.dataset if isinstance(dataset, DataLoader) else dataset
+    kinds = {kind.__module__ for kind in type(read).__mro__}
+    if not any(kind.startswith(SPLITTING) for kind in kinds):
+        return
+    if is_map_style(dataset) or world > 1:
+        raise BadInput(
+            f"{type(dataset).__name__} shares itself over the ranks, so that each of {world} would "
+            "see a part of the data; give run.steps harness.data.ByIndex(dataset) of the "
+            "StreamingDataset, which any number of ranks reads whole, or `harness data index` its "
+            "files"
+        )
+
+
+SPLITTING = ("streaming.base.", "litdata.streaming.")  # modules of MosaicML and of LitData
+
+
 def has_contents(dataset: Any) -> bool:
     """Does a map-style dataset know hashes of what it reads, as `harness.data` does?
     `content_ids(indices)`: int64 (n,)."""

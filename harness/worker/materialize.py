@@ -25,9 +25,7 @@ class Materials:
     """What of a model is on the meta device, and how it gets its values, a part of the model at a
     time: by `init`, or without one by the `reset_parameters()` of the module that holds it."""
 
-    def __init__(
-        self, model: nn.Module, device: torch.device, seed: int, init: Init | None = None
-    ):
+    def __init__(self, model: nn.Module, device: torch.device, seed: int, init: Init | None = None):
         self._device, self._seed, self._init = device, seed, init
         self._modules = {id(m): plain_name(name) for name, m in model.named_modules()}
         named = [*model.named_parameters(), *model.named_buffers()]

@@ -179,7 +179,6 @@ class Norms:
             self._agreed.add(calls)
         return calls
 
-
     def _alike(self, calls: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Of the ranks that have the same layers."""
         every = self._peers.by_stage(self._peers.gather(calls))

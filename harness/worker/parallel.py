@@ -156,7 +156,6 @@ class Single(WholeStage):
             p.grad = None
 
 
-
 def buckets_of(
     parameters: Iterable[nn.Parameter], bucket_bytes: int = BUCKET_BYTES
 ) -> list[list[nn.Parameter]]:

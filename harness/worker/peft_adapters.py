@@ -29,9 +29,7 @@ def adapters_of(model: nn.Module) -> dict[str, dict[str, Any]]:
         return {}
     wrapped = isinstance(inner, peft.PeftModel)
     state = inner.state_dict()
-    names = {
-        id(tensor): path_name(("model", plain_name(name))) for name, tensor in state.items()
-    }
+    names = {id(tensor): path_name(("model", plain_name(name))) for name, tensor in state.items()}
     adapters = {}
     for adapter, config in configs.items():
         found = peft.get_peft_model_state_dict(

@@ -1,8 +1,9 @@
-"""Streams of Hugging Face's datasets, torchdata and WebDataset, shared out and gone on with: what
-docs/trainers/data.md says of each."""
+"""Streams of Hugging Face's datasets, torchdata, WebDataset, MosaicML's streaming and LitData,
+shared out and gone on with: what docs/trainers/data.md says of each."""
 
 import io
 import tarfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +76,34 @@ def web(shards, **more):
     return wds.WebDataset(shards, shardshuffle=False, **more)
 
 
+def mosaic(shards, **more):
+    streaming = pytest.importorskip("streaming")
+    folder = Path(shards[0]).parent / "mds"
+    if not folder.exists():
+        columns = {"i": "int"}
+        with streaming.MDSWriter(out=str(folder), columns=columns, size_limit=300) as out:
+            for i in range(N):
+                out.write({"i": i})
+    streaming.base.util.clean_stale_shared_memory()  # of the loader before it
+    dataset = streaming.StreamingDataset(local=str(folder), batch_size=4, shuffle=True)
+    return dataset, streaming.StreamingDataLoader(dataset, batch_size=4, **more)
+
+
+def lit(shards, **more):
+    litdata = pytest.importorskip("litdata")
+    folder = Path(shards[0]).parent / "lit"
+    if not folder.exists():
+        from litdata.streaming.writer import BinaryWriter
+
+        writer = BinaryWriter(str(folder), chunk_size=5)
+        for i in range(N):
+            writer[i] = {"i": i}
+        writer.done()
+        writer.merge()
+    dataset = litdata.StreamingDataset(str(folder), shuffle=True)
+    return dataset, litdata.StreamingDataLoader(dataset, batch_size=4, **more)
+
+
 Stateful = stateful.StatefulDataLoader
 # name -> (shards -> loader, what is said when it is gone on with)
 STREAMS = {
@@ -103,6 +132,12 @@ STREAMS = {
         lambda s: wds.WebLoader(web(s).decode().batched(4), batch_size=None),
         AGAIN,
     ),
+    "mosaic, its loader": (lambda s: mosaic(s)[1], ""),
+    "mosaic, its loader, processes": (lambda s: mosaic(s, num_workers=2)[1], ""),
+    "mosaic, torch's loader": (lambda s: DataLoader(mosaic(s)[0], 4), AGAIN),
+    "litdata, its loader": (lambda s: lit(s)[1], ""),
+    "litdata, its loader, processes": (lambda s: lit(s, num_workers=2)[1], ""),
+    "litdata, torch's loader": (lambda s: DataLoader(lit(s)[0], 4), AGAIN),
 }
 
 
