@@ -1,6 +1,9 @@
 """A training script over a corpus; the model is so small that only its data matter."""
 
 import argparse
+import os
+import signal
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -8,7 +11,9 @@ from torch import nn
 import harness
 
 p = argparse.ArgumentParser()
-p.add_argument("corpus")
+p.add_argument("corpus", nargs="+", help="of several, a mixture that changes with the step")
+p.add_argument("--shuffle", default=True)
+p.add_argument("--die-in", type=int, default=0, help="the step in which this process is killed")
 p.add_argument("--records", action="store_true")
 p.add_argument("--boundaries", default="")
 p.add_argument("--total", type=int, default=9)
@@ -37,16 +42,32 @@ torch.manual_seed(0)
 model = Net()
 run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 data = harness.data
-dataset = (
-    data.Records(a.corpus, decode=numbers)
+sources = {
+    Path(url).name: data.Records(url, decode=numbers)
     if a.records
-    else data.Tokens(a.corpus, 32, boundaries=a.boundaries)
-)
+    else data.Tokens(url, 32, boundaries=a.boundaries)
+    for url in a.corpus
+}
+first, *others = sources
+dataset = sources[first]
+if others:
+    schedule = [(0, {first: 0.7, others[0]: 0.3}), (6, {first: 1, others[0]: 2})]
+    dataset = data.Mixture(
+        sources, schedule=schedule, ramp="linear", stairs=3, epochs={others[0]: 1}
+    )
 packed = data.packed if a.boundaries == "cu_seqlens" else None
 for step in run.steps(
-    dataset, total=a.total, global_batch=12, micro_batch=3, num_workers=a.workers, collate_fn=packed
+    dataset,
+    total=a.total,
+    global_batch=12,
+    micro_batch=3,
+    shuffle=a.shuffle,
+    num_workers=a.workers,
+    collate_fn=packed,
 ):
     for batch in step:
+        if step.number == a.die_in:
+            os.kill(os.getpid(), signal.SIGKILL)
         if a.records:
             loss = nn.functional.mse_loss(model(batch[0]), batch[1])
         else:

@@ -10,7 +10,7 @@ between any two steps:
     micro-batch m of a step            takes its b positions from m * b on
     epoch, offset = divmod(p, N)       every sample exactly once per epoch
     index = permute(offset)            keyed by (seed, epoch); computed, never stored; an `order`
-                                       has a rule of its own (order.py, mixing.py)
+                                       has a rule of its own (blocks.py, mixing.py)
     plan                               cuts the micro-batches 0 .. G/b - 1 into one contiguous run
                                        per replica
 

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from harness.core.blocks import Blocks
 from harness.data.card import Card, CorpusCorrupt
+from harness.data.mixture import Mixture
 from harness.data.reading import Records, Tokens, packed
 
-__all__ = ["Card", "CorpusCorrupt", "Records", "Tokens", "packed"]
+__all__ = ["Blocks", "Card", "CorpusCorrupt", "Mixture", "Records", "Tokens", "packed"]

@@ -23,6 +23,9 @@ from harness.data.framing import unframed
 
 IGNORED = -100  # a target that losses leave out, as torch's cross_entropy does
 BOUNDARIES = ("", "documents", "cu_seqlens")
+# of a block of neighbours (core/blocks.py): the more, the fewer are read twice because two blocks
+# share them; runs know what they began with, so it must never change
+BLOCK_CHUNKS = 16
 Ranges = list[tuple[int, int]]
 _FINGERPRINT = re.compile(
     r"corpus:(?P<content>[0-9a-f]{32}):(?P<split>\w+):"
@@ -97,6 +100,12 @@ class Tokens:
         return self._reader.contents(self._ranges(indices), as_read)
 
     @property
+    def block_items(self) -> int:
+        """How many make a block of `run.steps(shuffle="blocks")`."""
+        nbytes = self.length * self._dtype.itemsize
+        return max(1, BLOCK_CHUNKS * self.card.chunk_nbytes // nbytes)
+
+    @property
     def fingerprint(self) -> str:
         return self._reader.named(f"tokens:{self.length}:{self.boundaries or 'plain'}")
 
@@ -144,6 +153,12 @@ class Records:
         """As `Tokens.content_ids`, of the records before they are decoded; where they lie is read
         in any case."""
         return self._reader.contents(self._ranges(indices), as_read)
+
+    @property
+    def block_items(self) -> int:
+        """As `Tokens.block_items`, of records of the mean size."""
+        split = self._reader.split
+        return max(1, BLOCK_CHUNKS * self.card.chunk_nbytes * split.items // split.nbytes)
 
     @property
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""Did a run read what its corpus holds? Step records' hashes of contents against the corpus' index:
+"""Did a run read what its corpora hold? Step records' hashes of contents against their indexes:
 `harness verify --data URL`.
 
 A corpus is fixed by hash from its card down, and a reader hashes each chunk before it gives any of
@@ -10,39 +10,45 @@ what its index says, `harness data verify` finds out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 from harness.bucket.layout import IDENTITY
 from harness.core import records as rec
 from harness.core.batch import Batching, digest, indices_at, positions_of, sample_hash
+from harness.core.identity import batching_of
 from harness.core.world import BadInput, HarnessError
-from harness.data.reading import Records, Tokens, named_by
+from harness.data.mixture import Mixture, proved_by
+from harness.data.reading import Records, Tokens
 from harness.views.audit_facts import AuditProgress
-from harness.views.audit_records import batching_of, walk
+from harness.views.audit_records import walk
 from harness.views.audit_report import AuditReport, Check
 from harness.views.audit_rules import RuleBroken, identity_of
 from storage.objects import ObjectStore
 from storage.snapshots import Snapshots
 
 NAME = "contents"
+Corpora: TypeAlias = Tokens | Records | Mixture
 
 
 def with_contents(
     report: AuditReport,
     store: ObjectStore,
-    url: str,
+    urls: str | Sequence[str],
     progress: AuditProgress = lambda what, done, of: None,
 ) -> AuditReport:
-    """The report with one check more. Raises BadInput if the run read no corpus, or another;
-    StoreError."""
+    """The report with one check more. `urls`: the corpus, or all corpora of a mixture. Raises
+    BadInput if the run read no corpus, or another; StoreError."""
     identity = identity_of(IDENTITY, store.get(IDENTITY))
     if not rec.records_contents(identity):
         raise BadInput(f"{store.url}: wanted a run that read a corpus, found {identity['data']!r}")
-    dataset = named_by(str(identity["data"]), url)
+    dataset = proved_by(str(identity["data"]), urls)
     try:
         n = _compare(store, identity, dataset, progress)
     except (RuleBroken, rec.BrokenRecords, HarnessError) as e:
         check = Check(NAME, False, str(e), 0)
     else:
-        detail = f"each step read what the corpus {dataset.card.content} holds at its positions"
+        detail = f"each step read what {_named(dataset)} at its positions"
         check = Check(NAME, True, detail, n)
     first = report.first_violation or (None if check.ok else check.detail)
     return AuditReport(report.ok and check.ok, [*report.checks, check], first, report.notes)
@@ -51,7 +57,7 @@ def with_contents(
 def _compare(
     store: ObjectStore,
     identity: dict[str, object],
-    dataset: Tokens | Records,
+    dataset: Corpora,
     progress: AuditProgress,
 ) -> int:
     """How many steps. Raises RuleBroken, BrokenRecords, CorpusCorrupt."""
@@ -78,8 +84,16 @@ def _compare(
     return n
 
 
-def expected_contents(batching: Batching, dataset: Tokens | Records, step: int) -> int:
+def _named(dataset: Corpora) -> str:
+    if not isinstance(dataset, Mixture):
+        return f"the corpus {dataset.card.content} holds"
+    found = ", ".join(f"{name} {one.card.content}" for name, one in dataset.sources.items())
+    return f"the corpora {found} hold"
+
+
+def expected_contents(batching: Batching, dataset: Corpora, step: int) -> int:
     """What `StepRecord.contents` must be, by the index."""
     at = positions_of(batching, step)
     samples = indices_at(batching, at).tolist()
+    assert dataset.content_ids is not None
     return digest(sample_hash(at, dataset.content_ids(samples, as_read=False)))

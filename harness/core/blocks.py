@@ -44,16 +44,14 @@ class Blocks:
         for name, most in (("items", 2**40), ("at_once", 2**20)):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= most:
-                raise BadInput(
-                    f"Blocks({name}={value!r}): wanted a whole number from 1 to {most}"
-                )
+                raise BadInput(f"Blocks({name}={value!r}): wanted a whole number from 1 to {most}")
 
     def check(self, batching: Batching) -> None:
         """Raises BadInput if a lane has less than a group, so that nothing would be in blocks."""
         lane = _lane_items(batching.samples, batching.global_batch, batching.micro_batch)
         if self.items * self.at_once > max(1, lane):
             raise BadInput(
-                f'Blocks(items={self.items}, at_once={self.at_once}): wanted at most the {lane} '
+                f"Blocks(items={self.items}, at_once={self.at_once}): wanted at most the {lane} "
                 "samples that a micro-batch consumes in an epoch; lower items=, or say "
                 'shuffle="blocks" for a size that fits'
             )
@@ -116,7 +114,7 @@ def blocks_for(
         return shuffle
     if shuffle != "blocks":
         raise BadInput(
-            f"shuffle={shuffle!r}: wanted True, False, \"blocks\" or harness.data.Blocks(...)"
+            f'shuffle={shuffle!r}: wanted True, False, "blocks" or harness.data.Blocks(...)'
         )
     lane = _lane_items(samples, global_batch, micro_batch)
     at_once = max(1, min(AT_ONCE, lane))

@@ -2,13 +2,11 @@
 the same for any world."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.core.batch import Batching, indices_at, mixed, permute
-from harness.core.order import Blocks, blocks_for
-from harness.core.world import BadInput
+from harness.core.batch import Batching, indices_at
+from harness.core.blocks import Blocks
 
 
 @st.composite
