@@ -176,7 +176,7 @@ def test_a_mixture_is_the_same_on_any_nodes_and_after_kills(corpora, mixed, tmp_
     of_code = batching.samples - len(code)
     read = indices_at(batching, np.arange(24 * 12))
     times = np.bincount(read[read >= of_code] - of_code, minlength=len(code))
-    assert times.max() == 1 and times.sum() >= len(code) - (4 if shuffle else 0)
+    assert times.max() == 1 and times.sum() >= len(code) - (8 if shuffle else 0)  # of 4 lanes
     shown = command("show", *mixed, "--run", tmp_path / "harsh", "--step", 2)
     assert shown.returncode == 0, shown.stderr
     for position, item in zip(range(12, 24), read[12:24].tolist(), strict=True):

@@ -207,9 +207,9 @@ def _had(counts: tuple[int, ...], samples: int, lanes: int, lane_batch: int) -> 
     return row.before(which, first + samples) - row.before(which, first)
 
 
-def counts_of(weights: Weights, names: Sequence[str]) -> tuple[int, ...]:
+def counts_of(weights: Weights) -> tuple[int, ...]:
     """Whole numbers in these proportions: exactly where their sum is at most `MOST_ROW`, else the
-    nearest with that sum, by largest remainder. Raises BadInput for a weight that would vanish."""
+    nearest with that sum, by largest remainder."""
     total = sum(weights)
     shares = [weight / total for weight in weights]
     size = math.lcm(*(share.denominator for share in shares))
@@ -219,20 +219,14 @@ def counts_of(weights: Weights, names: Sequence[str]) -> tuple[int, ...]:
     left = sorted(range(len(shares)), key=lambda s: (counts[s] - shares[s] * MOST_ROW, s))
     for s in left[: MOST_ROW - sum(counts)]:
         counts[s] += 1
-    for name, share, count in zip(names, shares, counts, strict=True):
-        if share and not count:
-            raise BadInput(
-                f"weights: wanted each source to have 1 of {MOST_ROW} samples at least, or 0, "
-                f"found {float(share):.2g} for {name!r}"
-            )
     return tuple(counts)
 
 
 # ---- from weights and steps to stretches ---------------------------------------------------------
 @dataclass(frozen=True)
 class WeightPhase:
-    """The weights once `after` steps are done. `stairs`: so many, up or down to the weights of the
-    next phase; 0: they stay."""
+    """The weights, of sum 1, once `after` steps are done. `stairs`: so many, up or down to those of
+    the next phase; 0: they stay."""
 
     after: int
     weights: Weights
@@ -268,7 +262,7 @@ def stretches_of(
                     "that have a weight there have been read as often as epochs= allows; give one "
                     "without a limit a weight"
                 )
-            counts = counts_of(left, names)
+            counts = counts_of(left)
             room = (most - had).clip(0)
             ends = {
                 s: _lasts(counts, s, room[s], lanes, lane_batch)

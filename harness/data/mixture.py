@@ -24,6 +24,7 @@ import numpy as np
 from harness.core.batch import Batching, Int64s
 from harness.core.blocks import GROUPS, Blocks, blocks_for
 from harness.core.mixing import (
+    MOST_ROW,
     MOST_SOURCES,
     MixedOrder,
     MixedSource,
@@ -194,7 +195,14 @@ class Mixture:
                     f"Mixture(weights={dict(weights)}): wanted a weight above 0 for one source at "
                     "least, found none"
                 )
-            row: Weights = tuple(found.get(name, Fraction(0)) for name in self._names)
+            total = sum(found.values())
+            row: Weights = tuple(found.get(name, Fraction(0)) / total for name in self._names)
+            for name, share in zip(self._names, row, strict=True):
+                if 0 < share * MOST_ROW < 1:
+                    raise BadInput(
+                        f"Mixture(weights={dict(weights)}): wanted each source to have 1 of "
+                        f"{MOST_ROW} samples at least, or none, found less for {name!r}"
+                    )
             made.append(WeightPhase(after, row, stairs))
         return made
 
