@@ -3,12 +3,15 @@
 import argparse
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import harness
+from storage.opening import open_store
+from storage.snapshots import Snapshots
 
 p = argparse.ArgumentParser()
 p.add_argument("corpus", nargs="+", help="of several, a mixture that changes with the step")
@@ -25,6 +28,15 @@ def numbers(record):
     """A record as 8 numbers, with noise that `run.steps` seeds by the position."""
     data = torch.frombuffer(bytearray(record["txt"][:8].ljust(8)), dtype=torch.uint8)
     return data.float() / 255 + 0.01 * torch.randn(8), data.float().mean() / 255
+
+
+def killed_behind_a_snapshot(begun, within_s=120):
+    """Of this world, which began with so many steps done: so that it has left some."""
+    snapshots, until_s = Snapshots(open_store(os.environ["HARNESS_RUN"])), time.monotonic() + within_s
+    while (kept := snapshots.latest()) is None or kept.step <= begun:
+        assert time.monotonic() < until_s, f"waited {within_s} s for a snapshot"
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Net(nn.Module):
@@ -56,6 +68,7 @@ if others:
         sources, schedule=schedule, ramp="linear", stairs=3, epochs={others[0]: 1}
     )
 packed = data.packed if a.boundaries == "cu_seqlens" else None
+begun = -1
 for step in run.steps(
     dataset,
     total=a.total,
@@ -65,9 +78,10 @@ for step in run.steps(
     num_workers=a.workers,
     collate_fn=packed,
 ):
+    begun = step.number - 1 if begun < 0 else begun
     for batch in step:
         if step.number == a.die_in:
-            os.kill(os.getpid(), signal.SIGKILL)
+            killed_behind_a_snapshot(begun)
         if a.records:
             loss = nn.functional.mse_loss(model(batch[0]), batch[1])
         else:
