@@ -1,6 +1,7 @@
 """Blocks and mixtures: every sample exactly once in each pass, a share of the reads for each node,
 a share of each step for each source, the same for any world."""
 
+import copy
 import json
 from collections import OrderedDict
 from fractions import Fraction
@@ -19,6 +20,9 @@ from harness.core.values import canonical
 from harness.core.world import BadInput
 from harness.data import Mixture
 from harness.views.audit_rules import RuleBroken, identity_of
+from harness.worker.epoch_order import EpochOrder
+from harness.worker.feed import Feed
+from harness.worker.loader import fingerprint, has_contents
 
 seeds = st.integers(0, 2**63 - 1)
 
@@ -341,6 +345,49 @@ def test_what_is_no_schedule_is_refused(more, says):
 def test_a_mixture_in_a_mixture_is_refused():
     with pytest.raises(BadInput, match="found Mixture as 'both'"):
         Mixture({"both": Mixture(AB), "c": range(3)})
+
+
+def test_sources_of_any_kind_are_one_dataset():
+    """Fingerprints and contents are those of the sources, where all of them have some."""
+
+    class Known(list):
+        fingerprint = "known"
+        block_items = 3
+
+        def content_ids(self, indices, as_read=True):
+            return np.array([1000 * self[i] + as_read for i in indices], np.int64)
+
+    known = Mixture({"a": Known([5, 6]), "b": Known([7, 8, 9])})
+    assert known.fingerprint == 'mixture:[["a","known"],["b","known"]]'
+    assert known.__getitems__([4, 0, 2, -1]) == [9, 5, 7, 9]
+    assert known.content_ids([4, 0, 2, -1], False).tolist() == [9000, 5000, 7000, 9000]
+    assert [known.source_of(i) for i in (0, 1, 2, -1)] == [("a", 0), ("a", 1), ("b", 0), ("b", 2)]
+    with pytest.raises(IndexError, match="item 5 of 5"):
+        known[5]
+    again = copy.copy(known)
+    again.sources = {"a": Known([1, 2]), "b": Known([3, 4, 5])}
+    assert again.content_ids([0]).tolist() == [1001]
+    plain = Mixture({"a": Known([5, 6]), "b": [7, 8, 9]})
+    assert has_contents(known) and not has_contents(plain)
+    assert plain.fingerprint is None and fingerprint(plain).startswith("sampled:")
+    assert fingerprint(plain) != fingerprint(Mixture({"a": Known([5, 6]), "b": [7, 8, 0]}))
+
+
+def test_a_stream_has_no_blocks():
+    with pytest.raises(BadInput, match="_Some is iterable, so it comes in an order of its own"):
+        Feed(None, 7, None).open(_Some(), 8, 2, "blocks", None)
+
+
+class _Some:
+    def __iter__(self):
+        return iter(range(3))
+
+
+def test_who_reads_epoch_by_epoch_refuses_orders_of_steps():
+    with pytest.raises(BadInput, match="found a mixture, whose order goes by steps"):
+        EpochOrder(Mixture(AB), None, True, 7)
+    with pytest.raises(BadInput, match="found shuffle='blocks', whose order"):
+        EpochOrder(range(100), None, "blocks", 7)
 
 
 # ---- what run.json says --------------------------------------------------------------------------

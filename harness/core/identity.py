@@ -3,6 +3,7 @@ audits and `harness data show` read it. Pure."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +26,7 @@ def batching_of(identity: Mapping[str, Any]) -> Batching:
         micro_batch=identity["micro_batch"],
         seed=identity["seed"],
         shuffle=identity["shuffle"] and identity["samples"] > 0,
-        order=_order_of(identity["order"]) if "order" in identity else None,
+        order=_order_of(canonical(identity["order"])) if "order" in identity else None,
     )
 
 
@@ -37,7 +38,10 @@ def said_of(order: SampleOrder | None) -> dict[str, Any]:
     return {"version": RUN_VERSION, "order": json.loads(canonical(order.encoded()))}
 
 
-def _order_of(body: Any) -> SampleOrder:
+@functools.lru_cache(maxsize=16)
+def _order_of(said: bytes) -> SampleOrder:
+    """What a mixture has to add up, it adds up once for all who ask of the same run."""
+    body = json.loads(said)
     kind = _KINDS.get(str(body.get("kind"))) if isinstance(body, dict) else None
     if kind is None:
         raise BadInput(

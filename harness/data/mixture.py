@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from fractions import Fraction
 from itertools import accumulate
 from typing import Any
@@ -90,9 +90,6 @@ class Mixture:
             raise BadInput("Mixture(...): wanted weights= or schedule=, found both")
         phases = schedule if schedule is not None else [(0, weights or {})]
         self._phases = self._checked(phases, stairs if ramp else 0)
-        # of samples as they were read, if all sources know them; see `Tokens.content_ids`
-        known = all(callable(getattr(one, "content_ids", None)) for one in sources.values())
-        self.content_ids = self._content_ids if known else None
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -127,6 +124,13 @@ class Mixture:
         if not all(isinstance(one, str) for one in own):
             return None
         return NAMED + json.dumps(list(zip(self._names, own, strict=True)), separators=(",", ":"))
+
+    @property
+    def content_ids(self) -> Callable[..., Int64s] | None:
+        """As `Tokens.content_ids`; None unless all sources know what they read."""
+        every = self.sources.values()
+        known = all(callable(getattr(one, "content_ids", None)) for one in every)
+        return self._content_ids if known else None
 
     def sample_order(
         self, global_batch: int, micro_batch: int, shuffle: bool | str | Blocks

@@ -121,9 +121,11 @@ class Feed:
         """Whole steps in so many passes over the data; what is left of the last pass is less than
         a global batch. Raises BadInput."""
         assert self.batching is not None
-        if not is_map_style(self._dataset):
+        ordered = hasattr(self._dataset, "sample_order")
+        if ordered or not is_map_style(self._dataset):
+            lacks = "passes over each of its sources" if ordered else "no length"
             raise BadInput(
-                f"run.steps(epochs={epochs}): {type(self._dataset).__name__} has no length; say "
+                f"run.steps(epochs={epochs}): {type(self._dataset).__name__} has {lacks}; say "
                 "total= (optimizer steps) instead"
             )
         return epochs * self.batching.samples // self.batching.global_batch
