@@ -6,6 +6,7 @@ import json
 from collections import OrderedDict
 from fractions import Fraction
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -299,7 +300,7 @@ AB = {"a": range(10), "b": range(20)}
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (({}, {}), "wanted 1 to 1024 sources"),
+        (({}, {}), "wanted 1 to 256 sources"),
         (({"a": []}, {"a": 1}), "wanted map-style datasets with samples"),
         (({"a": iter([1])}, {"a": 1}), "found list_iterator as 'a'"),
         (({3: [1]}, {3: 1}), "found list as 3"),
@@ -331,7 +332,7 @@ def test_what_is_no_mixture_is_refused(arguments, says):
         ({"schedule": [(0, {"a": 1})], "weights": {"a": 1}}, "weights= or schedule=, found both"),
         ({"weights": {"a": 1}, "ramp": "linear"}, 'wanted ramp="linear"'),
         ({"schedule": [(0, {"a": 1})], "ramp": "cosine"}, 'wanted ramp="linear"'),
-        ({"schedule": [(0, {"a": 1})], "ramp": "linear", "stairs": 0}, "at least one stair"),
+        ({"schedule": [(0, {"a": 1})], "ramp": "linear", "stairs": 0}, "1 to 1024 stairs"),
         ({"weights": {"a": 1}, "epochs": {"a": 1.5}}, "a whole number of passes"),
         ({"weights": {"a": 1}, "epochs": {"a": 0}}, "a whole number of passes"),
         ({"epochs": {"c": 1}}, "found 'c'"),
@@ -375,7 +376,7 @@ def test_sources_of_any_kind_are_one_dataset():
 
 def test_a_stream_has_no_blocks():
     with pytest.raises(BadInput, match="_Some is iterable, so it comes in an order of its own"):
-        Feed(None, 7, None).open(_Some(), 8, 2, "blocks", None)
+        Feed(SimpleNamespace(world=1), 7, None).open(_Some(), 8, 2, "blocks", None)
 
 
 class _Some:
@@ -391,6 +392,13 @@ def test_who_reads_epoch_by_epoch_refuses_orders_of_steps():
 
 
 # ---- what run.json says --------------------------------------------------------------------------
+def test_an_order_that_run_json_cannot_hold_is_refused():
+    schedule = [(k, {"a": 1, "b": 1 + k % 2}) for k in range(0, 1800, 3)]
+    order = Mixture(AB, schedule=schedule, ramp="linear", stairs=1000).sample_order(10, 5, True)
+    with pytest.raises(BadInput, match=r"in 24576 bytes, found .*; use fewer stairs="):
+        said_of(order)
+
+
 def test_a_run_without_an_order_says_nothing_of_it():
     b = Batching(100, 10, 5, 3)
     assert b"order" not in written(b) and b'"version":1' in written(b)

@@ -14,6 +14,7 @@ from harness.core.mixing import MixedOrder
 from harness.core.values import RUN_VERSION, BadObject, built, canonical
 from harness.core.world import BadInput
 
+MOST_ORDER_NBYTES = 24 << 10  # half of what run.json may have, or less
 _KINDS: dict[str, type[Blocks | MixedOrder]] = {"blocks": Blocks, "mixture": MixedOrder}
 
 
@@ -32,10 +33,16 @@ def batching_of(identity: Mapping[str, Any]) -> Batching:
 
 def said_of(order: SampleOrder | None) -> dict[str, Any]:
     """The fields of run.json that say it: none where a permutation of each epoch, or nothing, is
-    all the order there is."""
+    all the order there is. Raises BadInput if it takes too many."""
     if order is None:
         return {}
-    return {"version": RUN_VERSION, "order": json.loads(canonical(order.encoded()))}
+    said = canonical(order.encoded())
+    if len(said) > MOST_ORDER_NBYTES:
+        raise BadInput(
+            f"wanted an order that run.json says in {MOST_ORDER_NBYTES} bytes, found {len(said)}; "
+            "use fewer stairs=, phases or sources"
+        )
+    return {"version": RUN_VERSION, "order": json.loads(said)}
 
 
 @functools.lru_cache(maxsize=16)

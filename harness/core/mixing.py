@@ -41,7 +41,7 @@ from harness.core.values import Natural, Within
 from harness.core.world import BadInput
 
 MOST_ROW = 65_536  # places of a row; a weight is known to one of so many
-MOST_SOURCES = 1024
+MOST_SOURCES, MOST_STAIRS = 256, 1024
 MOST_TABLE = 1 << 24  # numbers that a mixture keeps at hand: stretches x sources x lanes
 Weights: TypeAlias = tuple[Fraction, ...]  # of each source
 _MIXED, _EPOCH, _TURN = 0x6D69786564, 0x65706F6368, 0x7475726E

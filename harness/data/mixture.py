@@ -26,6 +26,7 @@ from harness.core.blocks import GROUPS, Blocks, blocks_for
 from harness.core.mixing import (
     MOST_ROW,
     MOST_SOURCES,
+    MOST_STAIRS,
     MixedOrder,
     MixedSource,
     WeightPhase,
@@ -68,18 +69,19 @@ class Mixture:
                 f"Mixture(...): wanted 1 to {MOST_SOURCES} sources, found {len(sources)}"
             )
         for name, one in sources.items():
-            if not (name and isinstance(name, str) and _is_source(one)):
+            if not (isinstance(name, str) and 0 < len(name) <= 60 and _is_source(one)):
                 raise BadInput(
-                    f"Mixture(...): wanted map-style datasets with samples by their names, found "
-                    f"{type(one).__name__} as {name!r}"
+                    f"Mixture(...): wanted map-style datasets with samples, by names of up to 60 "
+                    f"letters, found {type(one).__name__} as {name!r:.100}"
                 )
         self.sources = dict(sources)
         self._names = tuple(self.sources)
         self._starts = list(accumulate(map(len, self.sources.values()), initial=0))
-        if ramp not in ("", "linear") or stairs < 1 or (ramp and schedule is None):
+        well = type(stairs) is int and 1 <= stairs <= MOST_STAIRS
+        if ramp not in ("", "linear") or not well or (ramp and schedule is None):
             raise BadInput(
-                f'Mixture(ramp={ramp!r}, stairs={stairs}): wanted ramp="linear" and at least one '
-                "stair, with a schedule=, or neither"
+                f'Mixture(ramp={ramp!r}, stairs={stairs!r}): wanted ramp="linear" and 1 to '
+                f"{MOST_STAIRS} stairs, with a schedule=, or neither"
             )
         self._most_epochs: dict[str, int] = {}
         if weights is None and schedule is None:
