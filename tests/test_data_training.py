@@ -170,6 +170,9 @@ def test_a_mixture_is_the_same_on_any_nodes_and_after_kills(corpora, mixed, tmp_
     assert report.ok and [c.n for c in report.checks if c.name == "contents"] == [24]
     with pytest.raises(BadInput, match="source 'code'"):
         proved(tmp_path / "harsh", mixed[0])
+    words_of_verify = ["verify", tmp_path / "harsh", "--data", mixed[0], "--data", mixed[1]]
+    verified = command(*words_of_verify, of=())
+    assert verified.returncode == 0 and "each step read what the corpora tokens" in verified.stdout
 
     identity = json.loads((tmp_path / "harsh" / "run.json").read_bytes())
     batching, code = batching_of(identity), named_by(json.loads(identity["data"][8:])[1][1], str(mixed[1]))
