@@ -101,9 +101,9 @@ def content(folder: Path):
     }
 
 
-def command(*words, **more):
+def command(*words, of=("data",), **more):
     return subprocess.run(
-        [sys.executable, "-m", "harness.cli", "data", *map(str, words)],
+        [sys.executable, "-m", "harness.cli", *of, *map(str, words)],
         env=environment(),
         capture_output=True,
         text=True,

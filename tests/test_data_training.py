@@ -6,11 +6,13 @@ import random
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from corpora import command, files, prepared
 from worlds import history, newest, train
 
 from harness.core.batch import Batching, indices_at
+from harness.core.identity import batching_of
 from harness.core.values import canonical
 from harness.core.world import BadInput
 from harness.data.reading import named_by
@@ -38,13 +40,20 @@ def calm(corpora):
     return corpora / "calm"
 
 
+@pytest.fixture(scope="module")
+def mixed(corpora):
+    """Two corpora: the second is so small that it is used up before the run ends."""
+    prepared(corpora / "code", files(corpora / "few", 12, seed=3))
+    return corpora / "tokens", corpora / "code"
+
+
 def said(run):
     return [(r.step, r.digest, r.contents, r.loss) for r in history(run)]
 
 
-def proved(run, url):
+def proved(run, *urls):
     store = open_store(str(run))
-    return with_contents(audit(store), store, str(url))
+    return with_contents(audit(store), store, [str(url) for url in urls])
 
 
 @pytest.mark.parametrize("flags", [(), ("--workers", 2)])
@@ -141,3 +150,55 @@ def test_the_samples_of_any_step_are_shown(corpora, calm):
         assert f"position {position}, item {item}\n" in shown.stdout
         text = bytes(t for t in dataset[item][0].tolist() if t < 256).decode()
         assert text in shown.stdout
+
+
+# ---- the order: blocks and mixtures --------------------------------------------------------------
+@pytest.mark.parametrize("shuffle", [(), ("--shuffle", "blocks")])
+def test_a_mixture_is_the_same_on_any_nodes_and_after_kills(corpora, mixed, tmp_path, shuffle):
+    """Packed windows of two corpora, by weights that change until one is used up."""
+    words = (*mixed, "--boundaries", "cu_seqlens", "--total", 24, *shuffle)
+    train(tmp_path / "calm", 1, *words, script=SCRIPT)
+    for world, die_in, workers in ((1, 5, 0), (2, 11, 2), (3, 17, 0)):
+        more = ("--die-in", die_in, "--workers", workers)
+        train(tmp_path / "harsh", world, *words, *more, script=SCRIPT, codes=(-9,))
+    train(tmp_path / "harsh", 2, *words, script=SCRIPT)
+    assert {r.world for r in history(tmp_path / "harsh")} == {1, 2, 3}
+    assert said(tmp_path / "calm") == said(tmp_path / "harsh") and len(said(tmp_path / "calm")) == 24
+    found = compare(open_store(str(tmp_path / "calm")), open_store(str(tmp_path / "harsh")))
+    assert found.same(0.0) and found.same_weights
+    report = proved(tmp_path / "harsh", *reversed(mixed))
+    assert report.ok and [c.n for c in report.checks if c.name == "contents"] == [24]
+    with pytest.raises(BadInput, match="source 'code'"):
+        proved(tmp_path / "harsh", mixed[0])
+    words_of_verify = ["verify", tmp_path / "harsh", "--data", mixed[0], "--data", mixed[1]]
+    verified = command(*words_of_verify, of=())
+    assert verified.returncode == 0 and "each step read what the corpora tokens" in verified.stdout
+
+    identity = json.loads((tmp_path / "harsh" / "run.json").read_bytes())
+    batching, code = batching_of(identity), named_by(json.loads(identity["data"][8:])[1][1], str(mixed[1]))
+    of_code = batching.samples - len(code)
+    read = indices_at(batching, np.arange(24 * 12))
+    times = np.bincount(read[read >= of_code] - of_code, minlength=len(code))
+    assert times.max() == 1 and times.sum() >= len(code) - (8 if shuffle else 0)  # of 4 lanes
+    shown = command("show", *mixed, "--run", tmp_path / "harsh", "--step", 2)
+    assert shown.returncode == 0, shown.stderr
+    for position, item in zip(range(12, 24), read[12:24].tolist(), strict=True):
+        name, within = ("code", item - of_code) if item >= of_code else ("tokens", item)
+        assert f"position {position}, item {item}: item {within} of {name}\n" in shown.stdout
+    # another order, or none, is another run
+    other = train(tmp_path / "harsh", 1, mixed[0], *words[2:], script=SCRIPT, codes=(1,))
+    assert "holds another run: its order is" in other.output
+
+
+def test_blocks_are_the_same_on_any_nodes_and_after_kills(corpora, tmp_path):
+    words = (corpora / "tokens", "--shuffle", "blocks", "--total", 40)
+    train(tmp_path / "calm", 1, *words, script=SCRIPT)
+    for world, die_in in ((3, 8), (1, 19), (2, 31)):
+        train(tmp_path / "harsh", world, *words, "--die-in", die_in, script=SCRIPT, codes=(-9,))
+    train(tmp_path / "harsh", 3, *words, "--workers", 2, script=SCRIPT)
+    assert said(tmp_path / "calm") == said(tmp_path / "harsh")
+    found = compare(open_store(str(tmp_path / "calm")), open_store(str(tmp_path / "harsh")))
+    assert found.same(0.0) and found.same_weights
+    assert proved(tmp_path / "harsh", corpora / "tokens").ok
+    plain = train(tmp_path / "harsh", 1, words[0], "--total", 40, script=SCRIPT, codes=(1,))
+    assert "holds another run: its order is" in plain.output

@@ -199,7 +199,8 @@ def test_facts_of_a_newer_version_are_told_and_the_rest_is_read():
 
 
 def test_a_run_of_a_newer_version_is_refused_by_its_identity():
-    for body in (b'{"version":2,"seed":1}', b'{"version":1,"protocol":2}'):
+    assert Identity.decode(b'{"version":2,"seed":1}').seed == 1
+    for body in (b'{"version":3,"seed":1}', b'{"version":1,"protocol":2}'):
         with pytest.raises(NewerProtocol, match="update the package here"):
             Identity.decode(body)
 

@@ -174,10 +174,10 @@ class Identity:
         if isinstance(body, dict):
             check_protocol(body)
         found = built(cls, {**body, "body": body} if isinstance(body, dict) else body)
-        if found.version > values.PROTOCOL:
+        if found.version > values.RUN_VERSION:
             raise NewerProtocol(
                 f"the run is of version {found.version}, this code reads up to "
-                f"{values.PROTOCOL}; update the package here"
+                f"{values.RUN_VERSION}; update the package here"
             )
         return found
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -87,7 +88,9 @@ class PrepareFlags:
 
 @dataclass(frozen=True)
 class ShowFlags:
-    url: str = positional("URL of the corpus")
+    urls: tuple[str, ...] = positional(
+        "URL of the corpus; with --step of all that the run has read", nargs="+"
+    )
     split: str = flag("train", "of --item")
     item: tuple[int, ...] = flag(
         (), "print this window or record; may be repeated", metavar="I", type=int
@@ -186,38 +189,42 @@ def show(flags: ShowFlags) -> int:
     from harness.data.chunks import card_of
     from harness.data.reading import Records, Tokens
 
-    store, console = open_store(flags.url), Console()
+    url, *others = flags.urls
+    store, console = open_store(url), Console()
     card = card_of(store)
+    if others and not flags.step:
+        raise BadInput(f"harness data show {url} {others[0]}: wanted one corpus, or --step")
     if bool(flags.step) != bool(flags.run):
         raise BadInput("harness data show URL --run RUN --step K: wanted both, found one of them")
     if flags.item:
         dataset: Tokens | Records
         if card.kind == TOKENS:
-            dataset = Tokens(flags.url, flags.length, split=flags.split, source=flags.source)
+            dataset = Tokens(url, flags.length, split=flags.split, source=flags.source)
         else:
-            dataset = Records(flags.url, split=flags.split, source=flags.source)
+            dataset = Records(url, split=flags.split, source=flags.source)
         for item in flags.item:
             if not 0 <= item < len(dataset):
                 raise BadInput(f"--item {item}: wanted 0 to {len(dataset) - 1}")
             _print_item(dataset, item, f"item {item}", console)
     for step in flags.step:
-        _show_step(existing_store(flags.run), flags.url, flags.source, step, console)
+        _show_step(existing_store(flags.run), flags.urls, flags.source, step, console)
     if not flags.item and not flags.step:
-        print_card(card, normalize(flags.url), console)
+        print_card(card, normalize(url), console)
         _print_list(store, card, console)
     return DONE
 
 
-def _show_step(run: ObjectStore, url: str, source: str, step: int, console: Console) -> None:
+def _show_step(
+    run: ObjectStore, urls: Sequence[str], source: str, step: int, console: Console
+) -> None:
     from harness.bucket.layout import IDENTITY, Identity
-    from harness.core.batch import Batching, indices_at, positions_of
-    from harness.data.reading import named_by
+    from harness.core.batch import indices_at, positions_of
+    from harness.core.identity import batching_of
+    from harness.data.mixture import Mixture, proved_by
 
     found = Identity.decode(run.get(IDENTITY))
-    dataset = named_by(found.data, url, source=source)
-    batching = Batching(
-        found.samples, found.global_batch, found.micro_batch, found.seed, found.shuffle
-    )
+    dataset = proved_by(found.data, urls, source=source)
+    batching = batching_of(dataclasses.asdict(found) | found.body)
     if step < 1:
         raise BadInput(f"--step {step}: steps are numbered from 1 on")
     at = positions_of(batching, step)
@@ -226,7 +233,11 @@ def _show_step(run: ObjectStore, url: str, source: str, step: int, console: Cons
     for position, sample in zip(at.tolist(), samples, strict=True):
         micro = (position % found.global_batch) // found.micro_batch
         what = f"step {step}, micro-batch {micro}, position {position}, item {sample}"
-        _print_item(dataset, sample, what, console)
+        one: Any = dataset
+        if isinstance(dataset, Mixture):
+            name, sample = dataset.source_of(sample)
+            one, what = dataset.sources[name], f"{what}: item {sample} of {name}"
+        _print_item(one, sample, what, console)
 
 
 def _print_item(dataset: Tokens | Records, item: int, what: str, console: Console) -> None:

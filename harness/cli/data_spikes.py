@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.cli.common import DONE, existing_store
 from harness.core.config import flag, positional
@@ -13,6 +16,7 @@ from storage.text import Console
 
 if TYPE_CHECKING:
     from harness.core.batch import Batching
+    from harness.data.mixture import Mixture
     from harness.data.oddness import Oddities, Oddness
     from harness.data.reading import Records, Tokens
 
@@ -22,7 +26,9 @@ SHOWN_LETTERS = 300  # of a sample
 @dataclass(frozen=True)
 class SpikesFlags:
     run: str = positional("URL of the run")
-    data: str = flag("", "URL of the corpus that it reads", metavar="URL")
+    data: tuple[str, ...] = flag(
+        (), "URL of the corpus that it reads; of a mixture repeated", metavar="URL"
+    )
     step: tuple[int, ...] = flag(
         (), "look at this step, whether it spikes or not; may be repeated", metavar="K", type=int
     )
@@ -53,7 +59,7 @@ def spikes(flags: SpikesFlags) -> int:
     if not flags.step and len(everything) > len(steps):
         others = ", ".join(str(spike.step) for spike in everything[len(steps) :][:20])
         console.print(f"also: steps {others} (--steps, --step)", highlight=False)
-    odd = Oddities(dataset)
+    odd = functools.cache(Oddities)  # of a corpus
     for step in steps:
         spike: Spike | None = by_step.get(step)
         said = "does not stand out"
@@ -66,54 +72,58 @@ def spikes(flags: SpikesFlags) -> int:
     return DONE
 
 
-def _read_by(run: ObjectStore, url: str) -> tuple[Tokens | Records, Batching]:
+def _read_by(run: ObjectStore, urls: Sequence[str]) -> tuple[Tokens | Records | Mixture, Batching]:
     """What the run reads, with nothing left out, and in which order."""
     from harness.bucket.layout import IDENTITY, Identity
-    from harness.core.batch import Batching
-    from harness.data.reading import named_by
+    from harness.core.identity import batching_of
+    from harness.data.mixture import Mixture, proved_by
 
     found = Identity.decode(run.get(IDENTITY))
-    dataset = named_by(found.data, url)
-    dataset.exclude(0)
-    return dataset, Batching(
-        found.samples, found.global_batch, found.micro_batch, found.seed, found.shuffle
-    )
+    dataset = proved_by(found.data, urls)
+    for one in dataset.sources.values() if isinstance(dataset, Mixture) else [dataset]:
+        one.exclude(0)
+    return dataset, batching_of(dataclasses.asdict(found) | found.body)
 
 
 def _print_samples(
-    dataset: Tokens | Records,
+    dataset: Tokens | Records | Mixture,
     batching: Batching,
-    odd: Oddities,
+    odd: Callable[[Tokens | Records], Oddities],
     step: int,
     flags: SpikesFlags,
     console: Console,
 ) -> None:
     from harness.core.batch import indices_at, positions_of
+    from harness.data.mixture import Mixture
 
     if step < 1:
         raise BadInput(f"--step {step}: steps are numbered from 1 on")
     at = positions_of(batching, step)
     samples = indices_at(batching, at).tolist()
     dataset.read_ahead(samples)
-    rows = [(odd.of(item), p, item) for p, item in zip(at.tolist(), samples, strict=True)]
+    rows = []
+    for position, item in zip(at.tolist(), samples, strict=True):
+        one: Any = dataset
+        if isinstance(dataset, Mixture):
+            name, item = dataset.source_of(item)
+            one = dataset.sources[name]
+        rows.append((odd(one).of(item), position, one, item))
     rows.sort(key=lambda row: (-row[0].score, row[1]))
-    for found, position, item in rows[: flags.samples]:
+    for found, position, one, item in rows[: flags.samples]:
         micro = (position % batching.global_batch) // batching.micro_batch
         where = f"position {position}, micro-batch {micro}, item {item}"
         console.print(f"  {where}: odd by {found.score:.1f}: {found.why}", highlight=False)
-        console.print(
-            f"  {_how_to_exclude(dataset, found, flags.data)}", highlight=False, soft_wrap=True
-        )
-        console.print(_shown(dataset, found, item), highlight=False, markup=False)
+        console.print(f"  {_how_to_exclude(one, found)}", highlight=False, soft_wrap=True)
+        console.print(_shown(one, found, item), highlight=False, markup=False)
 
 
-def _how_to_exclude(dataset: Tokens | Records, found: Oddness, url: str) -> str:
+def _how_to_exclude(dataset: Tokens | Records, found: Oddness) -> str:
     from harness.data.excluding import list_of, marked
     from harness.data.reading import Tokens
     from storage.opening import open_store
 
     split = dataset.fingerprint.split(":")[2]
-    gone = list_of(open_store(url), dataset.card).ranges(split)
+    gone = list_of(open_store(dataset.url), dataset.card).ranges(split)
     of_tokens = isinstance(dataset, Tokens)
     place = (found.start + found.end) // 2
     what = f"tokens {found.start} to {found.end - 1}" if of_tokens else f"record {found.start}"
@@ -121,7 +131,7 @@ def _how_to_exclude(dataset: Tokens | Records, found: Oddness, url: str) -> str:
         return f"{what}: left out by now"
     name = "--token" if of_tokens else "--record"
     more = "" if split == "train" else f" --split {split}"
-    return f"{what}: harness data exclude {url} {name} {place}{more}"
+    return f"{what}: harness data exclude {dataset.url} {name} {place}{more}"
 
 
 def _shown(dataset: Tokens | Records, found: Oddness, item: int) -> str:

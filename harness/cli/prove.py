@@ -50,9 +50,10 @@ class VerifyFlags:
         "bucket rolled back as a whole is found",
         metavar="FILE",
     )
-    data: str = flag(
-        "",
-        "the corpus that the run read (docs/DATA.md): compare what each step read with its index",
+    data: tuple[str, ...] = flag(
+        (),
+        "the corpus that the run read (docs/DATA.md): compare what each step read with its index; "
+        "of a mixture, all of them: may be repeated, in any order",
         metavar="URL",
     )
 

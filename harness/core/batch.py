@@ -9,7 +9,8 @@ between any two steps:
     step k (the first is 1)            takes positions [(k-1) * G, k * G)
     micro-batch m of a step            takes its b positions from m * b on
     epoch, offset = divmod(p, N)       every sample exactly once per epoch
-    index = permute(offset)            keyed by (seed, epoch); computed, never stored
+    index = permute(offset)            keyed by (seed, epoch); computed, never stored; an `order`
+                                       has a rule of its own (blocks.py, mixing.py)
     plan                               cuts the micro-batches 0 .. G/b - 1 into one contiguous run
                                        per replica
 
@@ -25,7 +26,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -44,6 +45,20 @@ _ROUNDS = 8
 _ORDER, _MICRO, _SAMPLE, _DIGEST = (0x6F72646572, 0x6D6963726F, 0x73616D706C65, 0x646967657374)
 
 
+class SampleOrder(Protocol):
+    """Which sample is at a position, where that is more than a permutation of each epoch. A value:
+    equal ones order alike."""
+
+    def check(self, batching: Batching) -> None:
+        """Raises BadInput if it does not fit these sizes."""
+
+    def indices_at(self, batching: Batching, positions: Int64s) -> Int64s:
+        """As the function `indices_at`; a function of (seed, position) alone."""
+
+    def encoded(self) -> dict[str, Any]:
+        """As run.json says it (identity.py)."""
+
+
 @dataclass(frozen=True)
 class Batching:
     """What must not change while a run lives, however many ranks it has. All sizes are in
@@ -54,6 +69,7 @@ class Batching:
     micro_batch: int  # samples per forward/backward, b
     seed: int
     shuffle: bool = True
+    order: SampleOrder | None = None
 
     def __post_init__(self) -> None:
         for name, limit in (
@@ -89,6 +105,8 @@ class Batching:
                 f"the dataset must hold at least one global batch, found {self.samples} samples "
                 f"and global_batch={self.global_batch}; lower global_batch or add data"
             )
+        if self.order is not None:
+            self.order.check(self)
 
     @property
     def micro_batches(self) -> int:
@@ -262,6 +280,8 @@ def indices(batching: Batching, step: int, micro: int) -> Int64s:
 
 def indices_at(batching: Batching, positions: Int64s) -> Int64s:
     """Dataset indices of any stream positions, same shape."""
+    if batching.order is not None:
+        return batching.order.indices_at(batching, np.asarray(positions, dtype=np.int64))
     epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), batching.samples)
     if not batching.shuffle:
         return offsets
@@ -273,9 +293,10 @@ def indices_at(batching: Batching, positions: Int64s) -> Int64s:
     return out
 
 
-def permute(offsets: ArrayLike, n: int, key: int) -> Int64s:
+def permute(offsets: ArrayLike, n: int, key: int, which: Uint64s | None = None) -> Int64s:
     """Where a keyed pseudo-random permutation of 0..n-1 takes `offsets`; same shape, nothing of
-    size n is made.
+    size n is made. `which`: well mixed bits for each offset (`mixed`): those with others are
+    permuted in another way.
 
     A Feistel network over pairs (left, right) of an a x b rectangle, a ~ b ~ sqrt(n), the smallest
     that holds n (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Fewer than a of
@@ -290,9 +311,11 @@ def permute(offsets: ArrayLike, n: int, key: int) -> Int64s:
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
     keys = [_combine(key, r) for r in range(_ROUNDS)]
-    out = _feistel(np.atleast_1d(x).astype(np.uint64), a, b, keys)
+    tweak = np.zeros(1, np.uint64) if which is None else np.broadcast_to(which, x.shape).ravel()
+    out = _feistel(np.atleast_1d(x).astype(np.uint64).ravel(), a, b, keys, tweak)
     while (outside := out >= n).any():
-        out[outside] = _feistel(out[outside], a, b, keys)
+        own = tweak if which is None else tweak[outside]
+        out[outside] = _feistel(out[outside], a, b, keys, own)
     return out.astype(np.int64).reshape(x.shape)
 
 
@@ -340,16 +363,25 @@ def sample_seed(seed: int, position: int) -> int:
     return _combine(_SAMPLE, seed, position) >> 1
 
 
-def _feistel(x: Uint64s, a: int, b: int, keys: Sequence[int]) -> Uint64s:
+def mixed(*numbers: ArrayLike) -> Uint64s:
+    """`_combine` of arrays, element by element: 64 well mixed bits of several whole numbers, in
+    their order; of the shape that they have together, (1,) at least."""
+    out = np.zeros(1, np.uint64)
+    for number in numbers:
+        out = _mix_array(out ^ _mix_array(np.asarray(number).astype(np.uint64)))
+    return out
+
+
+def _feistel(x: Uint64s, a: int, b: int, keys: Sequence[int], tweak: Uint64s) -> Uint64s:
     """One pass over the a x b rectangle; each round adds a hash of one half to the other, so it
-    can be undone."""
+    can be undone. `tweak`: changes the hashes, (1,) or of the shape of x."""
     left, right = np.divmod(x, np.uint64(b))
     size, other = a, b
     for key in keys:
         # The top half of the hash, scaled to 0..size-1 by a product instead of a slow 64-bit
         # division.
         shift = (
-            (_mix_array(right ^ np.uint64(key)) >> np.uint64(32)) * np.uint64(size)
+            (_mix_array(right ^ (np.uint64(key) ^ tweak)) >> np.uint64(32)) * np.uint64(size)
         ) >> np.uint64(32)
         left = left + shift
         left = np.where(left >= size, left - np.uint64(size), left)

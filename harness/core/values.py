@@ -35,6 +35,9 @@ T = TypeVar("T")
 # when something is written that the code before would misunderstand, not for a field that it may
 # ignore. 1 is not written: that is what all objects without a number are.
 PROTOCOL = 1
+# The newest run.json that this code reads: 2 has an `order` (core/identity.py), which code before
+# would overlook.
+RUN_VERSION = 2
 # Beyond these a number is damage. MOST_T: wall clock, the year 5138.
 MOST_FLOAT, MOST_COUNT, MOST_T = 1e15, 10**6, 1e11
 

@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+from harness.core.blocks import Blocks
 from harness.data.by_index import ByIndex
 from harness.data.card import Card, CorpusCorrupt
 from harness.data.encodings import from_litdata, from_mds
+from harness.data.mixture import Mixture
 from harness.data.reading import Records, Tokens, packed
 
 __all__ = [
+    "Blocks",
     "ByIndex",
     "Card",
     "CorpusCorrupt",
+    "Mixture",
     "Records",
     "Tokens",
     "from_litdata",

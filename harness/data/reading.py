@@ -10,22 +10,26 @@ the arrays). What `run.steps` asks of a dataset besides: `fingerprint`, `read_ah
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from harness.core.world import BadInput
 from harness.data.card import DTYPES, END, RECORDS, TOKENS, CorpusCorrupt, Int64Array
 from harness.data.chunks import CorpusReader
-from harness.data.excluding import NEWEST, hashed_anew, instead, joined, list_of, marked
+from harness.data.excluding import NEWEST, hashed_anew, history, instead, joined, list_of, marked
 from harness.data.foreign_items import ForeignItems
 from harness.data.framing import unframed
 from storage.opening import open_store
 
 IGNORED = -100  # a target that losses leave out, as torch's cross_entropy does
 BOUNDARIES = ("", "documents", "cu_seqlens")
+# of a block of neighbours (core/blocks.py): the more, the fewer are read twice because two blocks
+# share them; runs know what they began with, so it must never change
+BLOCK_CHUNKS = 16
 Ranges = list[tuple[int, int]]
 _FINGERPRINT = re.compile(
     r"corpus:(?P<content>[0-9a-f]{32}):(?P<split>\w+):"
@@ -42,6 +46,10 @@ class _LeavesOut:
     _out: Int64Array  # (n, 2): tokens or records of the split that are left out
     _void: Int64Array  # (n, 2): items of which nothing is left
 
+    @property
+    def url(self) -> str:
+        return self._reader.url
+
     def exclude(self, number: int = NEWEST) -> None:
         """Leave out what this list of the corpus says; 0: nothing. A dataset takes the newest one
         when it is made, and `run.steps` the newest that any rank has. Raises BadInput,
@@ -54,6 +62,15 @@ class _LeavesOut:
                 f"{self._reader.url}: wanted something to read, found that the exclusion list "
                 f"{found.number} leaves nothing of the split {self._reader.split.name!r}"
             )
+
+    def under_each_list(self) -> list[Self]:
+        """The dataset as it is under each exclusion list of its corpus, the empty one first. Raises
+        CorpusCorrupt, BadInput, StoreError."""
+        out = []
+        for one in history(open_store(self._reader.url), self._reader.card):
+            out.append(copy.copy(self))
+            out[-1].exclude(one.number)
+        return out
 
     def _voided(self, out: Int64Array) -> Int64Array:
         return out
@@ -155,6 +172,12 @@ class Tokens(_LeavesOut):
         return hashed_anew(found, self._out, begins, ends)
 
     @property
+    def block_items(self) -> int:
+        """How many make a block of `run.steps(shuffle="blocks")`."""
+        nbytes = self.length * self._dtype.itemsize
+        return max(1, BLOCK_CHUNKS * self.card.chunk_nbytes // nbytes)
+
+    @property
     def fingerprint(self) -> str:
         return self._reader.named(f"tokens:{self.length}:{self.boundaries or 'plain'}")
 
@@ -223,6 +246,12 @@ class Records(_LeavesOut):
         in any case."""
         found, foreign = self._reader.contents(self._ranges(indices), as_read), self._others()
         return foreign.apart(found, self._instead(indices)) if foreign else found
+
+    @property
+    def block_items(self) -> int:
+        """As `Tokens.block_items`, of records of the mean size."""
+        split = self._reader.split
+        return max(1, BLOCK_CHUNKS * self.card.chunk_nbytes * split.items // split.nbytes)
 
     @property
     def fingerprint(self) -> str:

@@ -45,6 +45,7 @@ from harness.core.facts import (
     SnapshotCommitted,
     Stamped,
 )
+from harness.core.identity import batching_of
 from harness.core.values import BadObject, canonical, digest
 from harness.core.world import BadInput
 from harness.views import audit_facts
@@ -60,7 +61,6 @@ from harness.views.audit_facts import AuditProgress
 from harness.views.audit_lineage import RecordEnds, check_lineage
 from harness.views.audit_records import (
     Proof,
-    batching_of,
     chain,
     compare_archive,
     heads_at,

@@ -1,4 +1,4 @@
-"""Did a run read what its corpus holds? Step records' hashes of contents against the corpus' index:
+"""Did a run read what its corpora hold? Step records' hashes of contents against their indexes:
 `harness verify --data URL`.
 
 A corpus is fixed by hash from its card down, and a reader hashes each chunk before it gives any of
@@ -15,45 +15,46 @@ the list was in force for sure.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from harness.bucket.layout import IDENTITY
 from harness.core import records as rec
 from harness.core.batch import Batching, digest, indices_at, positions_of, sample_hash
+from harness.core.identity import batching_of
 from harness.core.world import BadInput, HarnessError
-from harness.data.excluding import history
-from harness.data.reading import Records, Tokens, named_by
+from harness.data.mixture import Mixture, proved_by
+from harness.data.reading import Records, Tokens
 from harness.views.audit_facts import AuditProgress
-from harness.views.audit_records import batching_of, walk
+from harness.views.audit_records import walk
 from harness.views.audit_report import AuditReport, Check
 from harness.views.audit_rules import RuleBroken, identity_of
 from storage.objects import ObjectStore
-from storage.opening import open_store
 from storage.snapshots import Snapshots
 
 NAME = "contents"
+Corpora: TypeAlias = Tokens | Records | Mixture
 
 
 def with_contents(
     report: AuditReport,
     store: ObjectStore,
-    url: str,
+    urls: str | Sequence[str],
     progress: AuditProgress = lambda what, done, of: None,
 ) -> AuditReport:
-    """The report with one check more. Raises BadInput if the run read no corpus, or another;
-    StoreError."""
+    """The report with one check more. `urls`: the corpus, or all corpora of a mixture. Raises
+    BadInput if the run read no corpus, or another; StoreError."""
     identity = identity_of(IDENTITY, store.get(IDENTITY))
     if not rec.records_contents(identity):
         raise BadInput(f"{store.url}: wanted a run that read a corpus, found {identity['data']!r}")
-    dataset = named_by(str(identity["data"]), url)
+    dataset = proved_by(str(identity["data"]), urls)
     shown: dict[int, int] = {}
     try:
-        n = _compare(store, identity, under_each_list(dataset, url), shown, progress)
+        n = _compare(store, identity, dataset.under_each_list(), shown, progress)
     except (RuleBroken, rec.BrokenRecords, HarnessError) as e:
         check = Check(NAME, False, str(e), 0)
     else:
-        detail = f"each step read what the corpus {dataset.card.content} holds at its positions"
+        detail = f"each step read what {_named(dataset)} at its positions"
         for number, step in sorted(shown.items()):
             detail += f"; exclusion list {number} is in force from step {step} on at the latest"
         check = Check(NAME, True, detail, n)
@@ -64,7 +65,7 @@ def with_contents(
 def _compare(
     store: ObjectStore,
     identity: dict[str, object],
-    datasets: Sequence[Tokens | Records],
+    datasets: Sequence[Corpora],
     shown: dict[int, int],
     progress: AuditProgress,
 ) -> int:
@@ -102,19 +103,7 @@ def _compare(
     return n
 
 
-def under_each_list(dataset: Tokens | Records, url: str) -> list[Tokens | Records]:
-    """The dataset as it is under each exclusion list of its corpus, the empty one first. Raises
-    CorpusCorrupt, BadInput, StoreError."""
-    out = []
-    for one in history(open_store(url), dataset.card):
-        out.append(copy.copy(dataset))
-        out[-1].exclude(one.number)
-    return out
-
-
-def _lists_of(
-    batching: Batching, datasets: Sequence[Tokens | Records], record: rec.StepRecord
-) -> range:
+def _lists_of(batching: Batching, datasets: Sequence[Corpora], record: rec.StepRecord) -> range:
     """The lists under which the step must have read what it says: a row without gaps, since each
     has all of the one before."""
 
@@ -129,8 +118,16 @@ def _lists_of(
     return range(found[0], found[-1] + 1) if found else range(0)
 
 
-def expected_contents(batching: Batching, dataset: Tokens | Records, step: int) -> int:
+def _named(dataset: Corpora) -> str:
+    if not isinstance(dataset, Mixture):
+        return f"the corpus {dataset.card.content} holds"
+    found = ", ".join(f"{name} {one.card.content}" for name, one in dataset.sources.items())
+    return f"the corpora {found} hold"
+
+
+def expected_contents(batching: Batching, dataset: Corpora, step: int) -> int:
     """What `StepRecord.contents` must be, by the index."""
     at = positions_of(batching, step)
     samples = indices_at(batching, at).tolist()
+    assert dataset.content_ids is not None
     return digest(sample_hash(at, dataset.content_ids(samples, as_read=False)))

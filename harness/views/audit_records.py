@@ -21,22 +21,11 @@ from harness.bucket.layout import SAMPLES, Epoch, epoch_key
 from harness.bucket.recorded import RecordsPart
 from harness.bucket.volumes import sealed, unsealed
 from harness.core import records as rec
-from harness.core.batch import MAX_SAMPLES, Batching, digest, expected_digests, sample_hash
+from harness.core.batch import Batching, digest, expected_digests, sample_hash
+from harness.core.identity import batching_of
 from harness.views.audit_rules import RuleBroken
 from storage.errors import NotFound
 from storage.objects import ObjectStore
-
-
-def batching_of(identity: dict[str, Any]) -> Batching:
-    """What decides the samples of every step. An iterable dataset (0 samples) is one endless
-    stream in its own order."""
-    return Batching(
-        samples=identity["samples"] or MAX_SAMPLES,
-        global_batch=identity["global_batch"],
-        micro_batch=identity["micro_batch"],
-        seed=identity["seed"],
-        shuffle=identity["shuffle"] and identity["samples"] > 0,
-    )
 
 
 # ---- one object ----------------------------------------------------------------------------------

@@ -7,7 +7,9 @@ from typing import Any
 
 from harness.bucket.layout import EPOCH_NBYTES
 from harness.core.fact_lines import is_spelled
+from harness.core.identity import batching_of
 from harness.core.values import canonical, parsed
+from harness.core.world import BadInput
 
 FIELDS = {
     "version": int,
@@ -47,6 +49,10 @@ def identity_of(key: str, data: bytes) -> dict[str, Any]:
                 f"run.json: wanted {name} of type {kind.__name__}, found {found.get(name)!r}; "
                 "it was changed"
             )
+    try:
+        batching_of(found)
+    except BadInput as e:
+        raise RuleBroken(f"run.json: {e}") from e
     return found
 
 

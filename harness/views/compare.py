@@ -26,7 +26,9 @@ from storage.snapshots import Snapshots
 if TYPE_CHECKING:
     from rich.console import Console
 
-SAME_IDENTITY = ("seed", "samples", "global_batch", "micro_batch", "shuffle", "data", "model")
+SAME_IDENTITY = (
+    *("seed", "samples", "global_batch", "micro_batch", "shuffle", "order", "data", "model"),
+)
 
 WEAK = {  # what equal digests of iterable datasets do not say
     "contents": "an iterable dataset: contents are hashes of what was read, position by position",

@@ -73,6 +73,12 @@ class EpochOrder:
     def __init__(self, dataset: Any, sampler: Any, shuffle: bool, seed: int):
         if sampler is not None and shuffle:
             raise BadInput("run.loader(sampler=..., shuffle=True): wanted one of them")
+        if not isinstance(shuffle, bool) or hasattr(dataset, "sample_order"):
+            what = "a mixture" if isinstance(shuffle, bool) else f"shuffle={shuffle!r}"
+            raise BadInput(
+                f"run.loader(...): wanted shuffle=True, False or a sampler, found {what}, whose "
+                "order goes by steps that do not end with an epoch; use run.steps(...)"
+            )
         if isinstance(sampler, DistributedSampler):
             raise BadInput(
                 "run.loader(sampler=DistributedSampler(...)): the loader shares the data out by "

@@ -6,12 +6,15 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import xxhash
 from torch import Tensor, nn
 
-from harness.core.batch import MAX_SAMPLES, Batching, Plan, plan
+from harness.core.batch import MAX_SAMPLES, Batching, Plan, SampleOrder, plan
+from harness.core.blocks import Blocks, blocks_for
+from harness.core.identity import said_of
 from harness.core.world import BadInput
 from harness.worker.loader import (
     MicroBatch,
@@ -53,17 +56,25 @@ class Feed:
         dataset: Any,
         global_batch: int,
         micro_batch: int,
-        shuffle: bool,
+        shuffle: bool | str | Blocks,
         collate: Collate | None,
     ) -> Stream | None:
         """Plan who reads what. The stream if one was begun: its place is part of the state. Raises
-        BadInput."""
+        BadInput, TooManyRanks."""
         refuse_a_part(dataset, self._peers.world)
         mapped = is_map_style(dataset)
         agree_on_exclusions(dataset, self._peers)
         samples = len(dataset) if mapped else 1 << 62
         self._dataset, self._collate = dataset, collate
-        self.batching = Batching(samples, global_batch, micro_batch, self.seed, shuffle and mapped)
+        if not mapped and not isinstance(shuffle, bool):
+            raise BadInput(
+                f"run.steps(shuffle={shuffle!r}): {type(dataset).__name__} is iterable, so it "
+                "comes in an order of its own; leave it out, or use a map-style dataset"
+            )
+        in_batches = Batching(
+            samples, global_batch, micro_batch, self.seed, mapped and bool(shuffle)
+        )
+        self.batching = replace(in_batches, order=_order_of(dataset, in_batches, shuffle))
         self.plan = self.shared_out(self.batching.micro_batches)
         if mapped or (self.stream is not None and self.stream.dataset is dataset):
             return None
@@ -99,6 +110,7 @@ class Feed:
             "model": _model_fingerprint(model),
             "reduce": reduce,
         }
+        identity |= said_of(self.batching.order)
         if mapped and not self.has_contents:
             return identity
         return {**identity, "contents": True, **(self._foreign or {})}
@@ -112,9 +124,11 @@ class Feed:
         """Whole steps in so many passes over the data; what is left of the last pass is less than
         a global batch. Raises BadInput."""
         assert self.batching is not None
-        if not is_map_style(self._dataset):
+        ordered = hasattr(self._dataset, "sample_order")
+        if ordered or not is_map_style(self._dataset):
+            lacks = "passes over each of its sources" if ordered else "no length"
             raise BadInput(
-                f"run.steps(epochs={epochs}): {type(self._dataset).__name__} has no length; say "
+                f"run.steps(epochs={epochs}): {type(self._dataset).__name__} has {lacks}; say "
                 "total= (optimizer steps) instead"
             )
         return epochs * self.batching.samples // self.batching.global_batch
@@ -174,6 +188,19 @@ def agree_on_exclusions(dataset: Any, peers: Peers) -> None:
     for one, newest in zip(corpora, map(max, zip(*said, strict=True)), strict=True):
         if newest != one.excluded:
             one.exclude(newest)
+
+
+def _order_of(dataset: Any, batching: Batching, shuffle: bool | str | Blocks) -> SampleOrder | None:
+    """The dataset's own (`harness.data.Mixture`), or blocks of neighbours; None: one permutation of
+    each epoch, or none. Raises BadInput."""
+    global_batch, micro_batch = batching.global_batch, batching.micro_batch
+    if (own := getattr(dataset, "sample_order", None)) is not None:
+        order: SampleOrder = own(global_batch, micro_batch, shuffle)
+        return order
+    if isinstance(shuffle, bool):
+        return None
+    items = getattr(dataset, "block_items", 0)
+    return blocks_for(shuffle, items, batching.samples, global_batch, micro_batch)
 
 
 def shapes_of(model: nn.Module, by_wrappers: bool = False) -> list[tuple[str, list[int], str]]:

@@ -155,15 +155,17 @@ class Run:
                     f"{self.url}/{IDENTITY}: wanted the identity of this run, found something "
                     f"else ({e}); use a new run URL, or put back what it was"
                 ) from e
-            for name in identity:
-                if found.get(name) == identity[name] or (name == "contents" and name not in found):
+            for name in ("order", *identity):  # an order that only one of them has
+                if found.get(name) == identity.get(name):
+                    continue
+                if name == "contents" and name not in found:
                     continue
                 if found.get(name) == first_version(name):
                     continue
                 hint = f"use a new run URL, or give {name} the value that this run began with"
                 raise BadInput(
-                    f"{self.url} holds another run: its {name} is {found.get(name)!r}, this "
-                    f"script's is {identity[name]!r}; {hint}"
+                    f"{self.url} holds another run: its {name} is {found.get(name)!r:.300}, "
+                    f"this script's is {identity.get(name)!r:.300}; {hint}"
                 )
             return found
 

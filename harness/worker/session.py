@@ -29,6 +29,7 @@ from torch import nn
 
 from harness.bucket.journal import Journal
 from harness.core.batch import Batching, Plan, TooManyRanks
+from harness.core.blocks import Blocks
 from harness.core.losses import RunLosses
 from harness.core.meshes import AskedMesh
 from harness.core.world import BadInput
@@ -295,7 +296,7 @@ class Session(PlainLoops):
         epochs: int | None = None,
         global_batch: int,
         micro_batch: int,
-        shuffle: bool = True,
+        shuffle: bool | str | Blocks = True,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         tokens_per_sample: int = 0,
@@ -304,6 +305,7 @@ class Session(PlainLoops):
         """The steps that are still to do, after resuming from the newest valid snapshot.
         `global_batch` and `micro_batch` in samples.
 
+        `shuffle`: "blocks" or `Blocks(...)` keep reads sequential (docs/DATA.md).
         `tokens_per_sample`, and the model's `flops_per_sample` (forward and backward), are for
         reports only: tokens per second, and how much of the devices' peak is used (MFU). Instead
         of a number: "6PT" (six times parameters times tokens), or "counted": torch counts the

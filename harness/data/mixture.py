@@ -1,0 +1,296 @@
+"""A mixture of sources as one dataset: weights, their schedule, and passes over each source decide
+what a step consumes.
+
+    train = harness.data.Mixture(
+        {"web": Tokens(...), "code": Tokens(...)}, weights={"web": 0.7, "code": 0.3}
+    )
+
+Runs in the worker and in a DataLoader's processes. Its items are those of all sources, one source
+behind the other; their order (core/mixing.py) is `run.steps`' to ask for.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence, Sized
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from harness.core.batch import Batching, Int64s
+from harness.core.blocks import GROUPS, Blocks, blocks_for
+from harness.core.mixing import (
+    MOST_ROW,
+    MOST_SOURCES,
+    MOST_STAIRS,
+    MixedOrder,
+    MixedSource,
+    WeightPhase,
+    Weights,
+    stretches_of,
+)
+from harness.core.world import BadInput
+from harness.data.reading import Records, Tokens, named_by
+
+STAIRS = 32  # of a ramp between two phases
+NAMED = "mixture:"
+
+
+class Mixture:
+    """`sources`: map-style datasets by name; their samples must be alike, for who collates them.
+
+    `weights`: shares of the samples, of each source by name, in any unit. Or `schedule`: [(0,
+    weights), (10_000, weights), ...], each from when so many steps are done; `ramp="linear"`: from
+    one to the next by `stairs` equal stairs, so that each but the last is where a ramp begins; the
+    same weights twice are a plateau. A source that is not named has none.
+
+    `epochs`: a source ends after so many passes, and the others share its weight. Without weights,
+    the passes of each source in one pass of the mixture: weights by passes times samples.
+
+    Raises BadInput.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        weights: Mapping[str, float] | None = None,
+        *,
+        schedule: Sequence[tuple[int, Mapping[str, float]]] | None = None,
+        ramp: str = "",
+        stairs: int = STAIRS,
+        epochs: Mapping[str, float] | None = None,
+    ):
+        if not 1 <= len(sources) <= MOST_SOURCES:
+            raise BadInput(
+                f"Mixture(...): wanted 1 to {MOST_SOURCES} sources, found {len(sources)}"
+            )
+        for name, one in sources.items():
+            if not (isinstance(name, str) and 0 < len(name) <= 60 and _is_source(one)):
+                raise BadInput(
+                    f"Mixture(...): wanted map-style datasets with samples, by names of up to 60 "
+                    f"letters, found {type(one).__name__} as {name!r:.100}"
+                )
+        self.sources = dict(sources)
+        self._names = tuple(self.sources)
+        self._starts = list(accumulate(map(len, self.sources.values()), initial=0))
+        well = type(stairs) is int and 1 <= stairs <= MOST_STAIRS
+        if ramp not in ("", "linear") or not well or (ramp and schedule is None):
+            raise BadInput(
+                f'Mixture(ramp={ramp!r}, stairs={stairs!r}): wanted ramp="linear" and 1 to '
+                f"{MOST_STAIRS} stairs, with a schedule=, or neither"
+            )
+        self._most_epochs: dict[str, int] = {}
+        if weights is None and schedule is None:
+            weights = self._passes(epochs or dict.fromkeys(self._names, 1))
+        elif epochs is not None:
+            self._most_epochs = self._limits(epochs)
+        if (weights is None) is (schedule is None):
+            raise BadInput("Mixture(...): wanted weights= or schedule=, found both")
+        phases = schedule if schedule is not None else [(0, weights or {})]
+        self._phases = self._checked(phases, stairs if ramp else 0)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, i: int) -> Any:
+        name, item = self.source_of(i)
+        return self.sources[name][item]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Many at once, as a DataLoader asks for them."""
+        self.read_ahead(indices)
+        return [self[i] for i in indices]
+
+    def source_of(self, i: int) -> tuple[str, int]:
+        """(name of the source, which of its items) of an item."""
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"item {i} of {len(self)}")
+        i = int(i) % len(self)
+        s = bisect_right(self._starts, i) - 1
+        return self._names[s], i - self._starts[s]
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Fetch what these items lie in, of sources that can."""
+        for name, places in self._by_source(indices).items():
+            if (ahead := getattr(self.sources[name], "read_ahead", None)) is not None:
+                ahead([item for _, item in places])
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of all sources. None: one has none, so a few samples of them all must do."""
+        own = [getattr(one, "fingerprint", None) for one in self.sources.values()]
+        if not all(isinstance(one, str) for one in own):
+            return None
+        return NAMED + json.dumps(list(zip(self._names, own, strict=True)), separators=(",", ":"))
+
+    @property
+    def content_ids(self) -> Callable[..., Int64s] | None:
+        """As `Tokens.content_ids`; None unless all sources know what they read."""
+        every = self.sources.values()
+        known = all(callable(getattr(one, "content_ids", None)) for one in every)
+        return self._content_ids if known else None
+
+    def under_each_list(self) -> list[Mixture]:
+        """The mixture under each exclusion list of its corpora, the empty one first. Raises
+        BadInput if several of them have lists, CorpusCorrupt, StoreError."""
+        found = {name: one.under_each_list() for name, one in self.sources.items()}
+        several = [name for name, each in found.items() if len(each) > 1]
+        if len(several) > 1:
+            raise BadInput(
+                "wanted exclusion lists of one source of the mixture at most, found some of "
+                f"{', '.join(several)}: which of them were in force together cannot be told"
+            )
+        out = []
+        for i in range(max(map(len, found.values()))):
+            out.append(copy.copy(self))
+            out[-1].sources = {name: each[min(i, len(each) - 1)] for name, each in found.items()}
+        return out
+
+    def sample_order(
+        self, global_batch: int, micro_batch: int, shuffle: bool | str | Blocks
+    ) -> MixedOrder:
+        """What `run.steps` reads in these batches. Raises BadInput."""
+        blocked = not isinstance(shuffle, bool)
+        lanes = global_batch // micro_batch if blocked else 1
+        made = tuple(
+            MixedSource(name, len(one), _blocks_in(one, shuffle, lanes) if blocked else None)
+            for name, one in self.sources.items()
+        )
+        batch = global_batch // lanes
+        if not any(one.blocks for one in made):
+            lanes, batch = 1, global_batch
+        found = stretches_of(self._phases, made, self._most_epochs, lanes, batch)
+        return MixedOrder(made, found, lanes, batch)
+
+    def _content_ids(self, indices: Sequence[int], as_read: bool = True) -> Int64s:
+        out = np.empty(len(indices), np.int64)
+        for name, places in self._by_source(indices).items():
+            where, items = zip(*places, strict=True)
+            out[list(where)] = self.sources[name].content_ids(items, as_read)
+        return out
+
+    def _by_source(self, indices: Sequence[int]) -> dict[str, list[tuple[int, int]]]:
+        """By name: (where in `indices`, which item of the source)."""
+        out: dict[str, list[tuple[int, int]]] = {}
+        for where, i in enumerate(indices):
+            name, item = self.source_of(i)
+            out.setdefault(name, []).append((where, item))
+        return out
+
+    # ---- what was asked for ----------------------------------------------------------------------
+    def _passes(self, epochs: Mapping[str, float]) -> dict[str, float]:
+        """Weights by passes over each source."""
+        found = self._numbers("epochs", epochs)
+        return {name: float(n * len(self.sources[name])) for name, n in found.items()}
+
+    def _limits(self, epochs: Mapping[str, float]) -> dict[str, int]:
+        for name, n in self._numbers("epochs", epochs).items():
+            if n.denominator != 1 or n < 1:
+                raise BadInput(
+                    f"Mixture(epochs={{{name!r}: {epochs[name]!r}}}): wanted a whole number of "
+                    "passes, from 1 on, where there are weights"
+                )
+        return {name: int(n) for name, n in epochs.items()}
+
+    def _checked(
+        self, phases: Sequence[tuple[int, Mapping[str, float]]], stairs: int
+    ) -> list[WeightPhase]:
+        steps = [after for after, _ in phases]
+        if (
+            not all(type(after) is int for after in steps)
+            or steps[:1] != [0]
+            or steps != sorted(set(steps))
+        ):
+            raise BadInput(
+                "Mixture(schedule=...): wanted phases in their order, each from another number of "
+                f"steps on and the first from 0, found {steps[:20]}"
+            )
+        made = []
+        for after, weights in phases:
+            found = self._numbers("weights", weights)
+            if not any(found.values()):
+                raise BadInput(
+                    f"Mixture(weights={dict(weights)}): wanted a weight above 0 for one source at "
+                    "least, found none"
+                )
+            total = sum(found.values())
+            row: Weights = tuple(found.get(name, Fraction(0)) / total for name in self._names)
+            for name, share in zip(self._names, row, strict=True):
+                if 0 < share * MOST_ROW < 1:
+                    raise BadInput(
+                        f"Mixture(weights={dict(weights)}): wanted each source to have 1 of "
+                        f"{MOST_ROW} samples at least, or none, found less for {name!r}"
+                    )
+            made.append(WeightPhase(after, row, stairs))
+        return made
+
+    def _numbers(self, what: str, given: Mapping[str, float]) -> dict[str, Fraction]:
+        """As they are written: 0.7 is seven tenths."""
+        out = {}
+        for name, value in given.items():
+            if name not in self.sources:
+                raise BadInput(
+                    f"Mixture({what}=...): wanted names of its sources ({', '.join(self._names)}), "
+                    f"found {name!r}"
+                )
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or not math.isfinite(value) or value < 0:
+                raise BadInput(
+                    f"Mixture({what}={{{name!r}: {value!r}}}): wanted a number, 0 or more"
+                )
+            out[name] = Fraction(str(value))
+        return out
+
+
+def proved_by(
+    fingerprint: str, urls: str | Sequence[str], **reading: Any
+) -> Tokens | Records | Mixture:
+    """What a run with this fingerprint has read, of the corpora at `urls`, in any order: for who
+    proves or shows it. `reading`: see `CorpusReader`. Raises BadInput if one is missing, or is
+    another."""
+    urls = [urls] if isinstance(urls, str) else urls
+    if not fingerprint.startswith(NAMED):
+        if len(urls) != 1:
+            raise BadInput(f"wanted one corpus, which the run has read, found {len(urls)}")
+        return named_by(fingerprint, urls[0], **reading)
+    sources, used = {}, set()
+    for name, own in json.loads(fingerprint.removeprefix(NAMED)):
+        why: list[str] = []
+        for url in urls:
+            try:
+                sources[name] = named_by(own, url, **reading)
+            except BadInput as e:
+                why.append(str(e))
+                continue
+            used.add(url)
+            break
+        else:
+            raise BadInput(
+                f"wanted the corpus of the source {name!r} among those that were named, found "
+                f"none; name its URL too: {'; '.join(why)}"
+            )
+    if unused := [url for url in urls if url not in used]:
+        raise BadInput(f"{unused[0]}: wanted a corpus that the run has read, found another")
+    return Mixture(sources, dict.fromkeys(sources, 1))
+
+
+def _is_source(dataset: Any) -> bool:
+    """A mixture's own weights would count nothing in another one."""
+    map_style = hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
+    return map_style and len(dataset) > 0 and not isinstance(dataset, Mixture)
+
+
+def _blocks_in(source: Any, shuffle: bool | str | Blocks, lanes: int) -> Blocks | None:
+    """Of a source; None where it is so small that its lanes have next to nothing."""
+    assert not isinstance(shuffle, bool)
+    if len(source) < GROUPS * lanes:
+        blocks_for(shuffle, 0, len(source), lanes, 1)  # only whether it is one
+        return None
+    made = blocks_for(shuffle, getattr(source, "block_items", 0), len(source), lanes, 1)
+    made.check(Batching(len(source), lanes, 1, 0))
+    return made
