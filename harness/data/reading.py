@@ -55,8 +55,10 @@ class _LeavesOut:
         when it is made, and `run.steps` the newest that any rank has. Raises BadInput,
         CorpusCorrupt, StoreError."""
         found = list_of(open_store(self._reader.url), self._reader.card, number)
-        self.excluded, self._out = found.number, found.ranges(self._reader.split.name)
-        self._void = self._voided(self._out)
+        # columns that lie together: they are searched for each item
+        self.excluded = found.number
+        self._out = np.asfortranarray(found.ranges(self._reader.split.name))
+        self._void = np.asfortranarray(self._voided(self._out))
         if np.array_equal(self._void, [[0, len(self)]]):
             raise BadInput(
                 f"{self._reader.url}: wanted something to read, found that the exclusion list "
@@ -81,9 +83,8 @@ class _LeavesOut:
     def _instead(self, indices: Sequence[int]) -> list[int]:
         """The items that are read for these: see `instead`."""
         n = len(self)
-        found: list[int] = instead(
-            np.array([_within(i, n) for i in indices]), self._void, n
-        ).tolist()
+        items = np.array([_within(i, n) for i in indices], np.int64)
+        found: list[int] = instead(items, self._void, n).tolist()
         return found
 
 
