@@ -6,7 +6,6 @@ import functools
 import json
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, TypeAlias
@@ -63,7 +62,7 @@ def documents(extent: Extent, how: DocumentRules) -> Iterator[Document]:
         for row in _rows(extent, how):
             yield _of_row(row, how, extent.file)
     elif kind == "tar":
-        with decompressed(extent.file) as stream, whole_tar(extent.file.name):
+        with decompressed(extent.file) as stream:
             for _, record in tar_samples(stream):
                 yield record if how.kind == RECORDS else _text_of(record, how, extent.file)
     elif kind == "jsonl":
@@ -198,15 +197,6 @@ def flat_fields(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str,
 
 
 # ---- tar -----------------------------------------------------------------------------------------
-@contextmanager
-def whole_tar(name: str) -> Iterator[None]:
-    """Raises BadInput for what is none."""
-    try:
-        yield
-    except tarfile.TarError as e:
-        raise BadInput(f"{name}: wanted a tar file, found none ({e}); restore it") from e
-
-
 class _Member(tarfile.TarInfo):
     """A header that is damaged ends a tar file with an error, not as if nothing came behind it."""
 
@@ -214,12 +204,15 @@ class _Member(tarfile.TarInfo):
     def fromtarfile(cls, archive: tarfile.TarFile) -> Any:
         try:
             return super().fromtarfile(archive)
-        except DAMAGED as e:
+        except _BAD_HEADERS as e:
             at = archive.offset
             raise tarfile.ReadError(f"the header at byte {at}: {e}") from e
 
 
-DAMAGED = (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError)  # type: ignore[attr-defined]
+_BAD_HEADERS = (
+    tarfile.InvalidHeaderError,  # type: ignore[attr-defined]
+    tarfile.TruncatedHeaderError,  # type: ignore[attr-defined]
+)
 
 
 def tar_samples(stream: Any) -> Iterator[tuple[tuple[int, int], Fields]]:

@@ -7,12 +7,14 @@ An item's bytes are those of its members with their headers: a small tar.
 from __future__ import annotations
 
 import io
+import tarfile
 
 import numpy as np
 
+from harness.core.world import BadInput
 from harness.data.card import Card, CorpusCorrupt
 from harness.data.chunks import Chunks
-from harness.data.documents import tar_samples, whole_tar
+from harness.data.documents import tar_samples
 from harness.data.formats.passing import FilePass
 from harness.data.formats.seam import (
     ForeignFile,
@@ -36,8 +38,10 @@ def _find(folder: SourceFolder, asked: IndexSettings) -> ForeignFiles | None:
 
 
 def _scan(passing: FilePass, file: ForeignFile, found: ForeignFiles, asked: IndexSettings) -> None:
-    with whole_tar(passing.url):
+    try:
         rows = [place for place, _ in tar_samples(passing)]
+    except tarfile.TarError as e:
+        raise BadInput(f"{passing.url}: wanted a tar file, found none ({e}); restore it") from e
     passing.close(len(rows), np.array(rows, np.int64).reshape(-1, 2))
 
 
