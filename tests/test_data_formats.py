@@ -284,17 +284,19 @@ def test_files_and_index_may_lie_in_buckets(tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     with moto() as url:
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-        source = open_store("s3://my-bucket/data")
+        source = open_store("s3://my-bucket/formats/data")
         for path in (FIXTURES / "tar").iterdir():
             source.put(path.name, path.read_bytes())
-        card = indexed("s3://my-bucket/data", "s3://my-bucket/made")
+        card = indexed("s3://my-bucket/formats/data", "s3://my-bucket/formats/made")
         assert card.content == indexed(FIXTURES / "tar", tmp_path / "made").content
-        assert all_records("s3://my-bucket/made") == all_records(tmp_path / "made")
-        one = indexed("s3://my-bucket/data/001.tar", "s3://my-bucket/one")
-        assert one.split("train").items == 5
-        corrupt(source, "001.tar", "flip", random.Random(1))
-        with pytest.raises(CorpusCorrupt, match=r"s3://my-bucket/data/001\.tar: wanted"):
-            all_records("s3://my-bucket/made")
+        assert all_records("s3://my-bucket/formats/made") == all_records(tmp_path / "made")
+        write_llmc(tmp_path / "a.bin", seed=5)
+        source.put("d/a.bin", (tmp_path / "a.bin").read_bytes())
+        one = indexed("s3://my-bucket/formats/data/d/a.bin", "s3://my-bucket/formats/one")
+        assert one.split("train").items == len(flat(False, (5,)))
+        corrupt(source, "d/a.bin", "truncate", random.Random(1))
+        with pytest.raises(CorpusCorrupt, match=r"s3://my-bucket/formats/data/d/a\.bin: wanted"):
+            tokens_of("s3://my-bucket/formats/one")
 
 
 # ---- what goes wrong -----------------------------------------------------------------------------
@@ -409,6 +411,18 @@ def test_what_cannot_be_read_where_it_lies_is_refused(tmp_path):
     refused("wanted tokens from 0 on", layout="tokens", dtype="int32")
     with pytest.raises(BadInput, match="outside of"):
         indexed(source, source / "index")
+
+
+def test_a_tar_that_is_damaged_or_cut_is_no_shorter_dataset(tmp_path):
+    whole = (FIXTURES / "tar" / "001.tar").read_bytes()
+    with tarfile.open(FIXTURES / "tar" / "001.tar") as tar:
+        second = tar.getmembers()[4].offset
+    for damaged_tar in (whole[:second] + b"x" + whole[second + 1 :], whole[: second + 100]):
+        source = tmp_path / f"{len(damaged_tar)}"
+        source.mkdir()
+        (source / "a.tar").write_bytes(damaged_tar)
+        with pytest.raises(BadInput, match="wanted a tar file, found none"):
+            indexed(source, tmp_path / "made" / source.name)
 
 
 def test_megatron_with_another_idx_is_refused(tmp_path):

@@ -227,11 +227,29 @@ def flat_fields(row: Mapping[str, Any], before: str = "") -> Iterator[tuple[str,
 
 
 # ---- tar -----------------------------------------------------------------------------------------
+class _Member(tarfile.TarInfo):
+    """A header that is damaged ends a tar file with an error, not as if nothing came behind it."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> Any:
+        try:
+            return super().fromtarfile(archive)
+        except _BAD_HEADERS as e:
+            at = archive.offset
+            raise tarfile.ReadError(f"the header at byte {at}: {e}") from e
+
+
+_BAD_HEADERS = (
+    tarfile.InvalidHeaderError,  # type: ignore[attr-defined]
+    tarfile.TruncatedHeaderError,  # type: ignore[attr-defined]
+)
+
+
 def tar_samples(stream: Any) -> Iterator[tuple[tuple[int, int], Fields]]:
     """Of WebDataset: files in a row whose names are alike up to the first dot behind the folder,
-    and where they lie in the stream, headers and padding among them."""
+    and where they lie in the stream, headers and padding among them. Raises tarfile.TarError."""
     key, sample, begin, end = "", Fields(), 0, 0
-    with tarfile.open(fileobj=stream, mode="r|", bufsize=READ_NBYTES) as tar:
+    with tarfile.open(fileobj=stream, mode="r|", bufsize=READ_NBYTES, tarinfo=_Member) as tar:
         for member in tar:
             tar.members.clear()  # type: ignore[attr-defined]  # it would keep all, and looks back at none of a stream
             if not member.isreg():

@@ -61,6 +61,11 @@ class ForeignItems:
             out.append((begin, end))
         return out
 
+    def read_ahead(self, items: Sequence[int]) -> None:
+        """Several reads at once; what is read together is fetched with the first of it."""
+        if self._has_table:
+            self.chunks.ahead(self.ranges(items))
+
     def apart(self, contents: Int64Array, items: Sequence[int]) -> Int64Array:
         """Contents of items that are read together, each with its number."""
         if self._has_table:

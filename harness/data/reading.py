@@ -240,7 +240,10 @@ class Records(_LeavesOut):
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         """Fetch what these items lie in, several reads at once."""
-        self._reader.chunks.ahead(self._ranges(indices))
+        if (foreign := self._others()) is not None:
+            foreign.read_ahead([_within(i, len(self)) for i in indices])
+        else:
+            self._reader.chunks.ahead(self._ranges(indices))
 
     def content_ids(self, indices: Sequence[int], as_read: bool = True) -> Int64Array:
         """As `Tokens.content_ids`, of the records before they are decoded; where they lie is read
