@@ -1,22 +1,28 @@
 """Bytes of a corpus by ranged reads: the chunk is the unit of reading, of checking by hash, and of
 a small cache in memory.
 
-Knows a store and an index; nothing of tokens, documents or torch. Who has chunks nearer (a cache of
-the node, its neighbours) gives a `Fetch`; it need not be trusted, since each chunk is hashed.
+Knows a store and an index; nothing of tokens, documents or torch. Between the memory and the store
+lies the node's cache on disk (`node_cache.py`). Who has chunks elsewhere gives a `Fetch`; it need
+not be trusted, since each chunk is hashed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from harness.core.batch import Uint64s
+from harness.core.traffic import CACHE, Traffic
 from harness.core.world import BadInput
 from harness.data.card import (
     CARD,
@@ -29,45 +35,76 @@ from harness.data.card import (
     index_key,
     shard_key,
 )
+from harness.data.forked import Parent, can_serve
+from harness.data.node_cache import NodeCache, opened
+from storage.chunks import is_chunk
 from storage.errors import NotFound
 from storage.objects import ObjectStore, read_into
 from storage.opening import normalize, open_store
+from storage.parts import BLAKE3
 
 # (hash of a shard, number of its chunk) -> the bytes, as they are; raises StoreError
 Fetch: TypeAlias = Callable[[str, int], bytes]
+_Held: TypeAlias = tuple[bytes, int]  # a chunk, and 64 bits of its hash
 AT_ONCE = 16  # ranged reads of one process on their way together
 CACHE_NBYTES = 64 << 20  # chunks that a process keeps
+# what is fetched ahead at most, and the share of the node's cache that it may be
+AHEAD_NBYTES, AHEAD_SHARE = 256 << 20, 4
 WITHIN_S = 300.0  # how long a store may be silent, slow or asking to wait before a reader fails
 TRIES = 2  # fetches of a chunk whose hash is wrong: once more, since the way may have been at fault
 
 
 class Chunks:
-    """The bytes of a split, by their places in the row of its chunks. `read_nbytes`: fetched so
-    far. Any thread may call it."""
+    """The bytes of a split, by their places in the row of its chunks. Any thread may call it.
+
+    `cache`: the node's; `ask`: of a process that was forked, who reads the store for it
+    (`forked.py`). `traffic`: what was fetched so far.
+    """
 
     def __init__(
-        self, index: CorpusIndex, fetch: Fetch, where: str, cache_nbytes: int = CACHE_NBYTES
+        self,
+        index: CorpusIndex,
+        fetch: Fetch,
+        where: str,
+        cache_nbytes: int = CACHE_NBYTES,
+        cache: NodeCache | None = None,
+        ask: Callable[[int], bytes] | None = None,
     ):
-        self.index, self.where, self._fetch = index, where, fetch
-        self.read_nbytes = 0
-        self._room = max(1, cache_nbytes // index.chunk_nbytes)
-        self._held: OrderedDict[int, tuple[bytes, int]] = OrderedDict()  # and 64 bits of its hash
+        self.index, self.where, self._fetch, self.cache = index, where, fetch, cache
+        self._ask = ask
+        self.traffic = Traffic(where, where.partition("://")[0])
+        self.room = max(1, cache_nbytes // index.chunk_nbytes)  # chunks that are held
+        self._held: OrderedDict[int, _Held] = OrderedDict()
+        self._coming: dict[int, Future[_Held]] = {}
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
+
+    @property
+    def read_nbytes(self) -> int:
+        """Fetched so far, from wherever it lies but the node's cache."""
+        return self.traffic.nbytes[self.traffic.far]
 
     def read(self, start: int, end: int) -> bytes:
         """The bytes [start, end) of the row. Raises CorpusCorrupt, StoreError."""
         numbers = self.index.chunks_of(start, end)
-        found = b"".join(self._chunk(number)[0] for number in numbers)
+        found = b"".join(self.chunk(number) for number in numbers)
         begin = start - int(self.index.starts[numbers.start]) if numbers else 0
         return found[begin : begin + end - start]
+
+    def chunk(self, number: int) -> bytes:
+        """Raises CorpusCorrupt, StoreError."""
+        return self._chunk(number)[0]
+
+    def serve(self, number: int) -> bytes:
+        """For a process that was forked. As `chunk`; kept here only if nobody else keeps it."""
+        return self._chunk(number, keep=self.cache is None)[0]
 
     def ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Fetch the chunks of these ranges that are not held, several at once; no more than are
         held together."""
         wanted = dict.fromkeys(n for start, end in ranges for n in self.index.chunks_of(start, end))
         with self._lock:
-            missing = [n for n in wanted if n not in self._held][: self._room]
+            missing = [n for n in wanted if n not in self._held][: self.room]
         if len(missing) < 2:
             return
         if self._pool is None:
@@ -75,31 +112,98 @@ class Chunks:
         for _ in self._pool.map(self._chunk, missing):
             pass
 
+    def pieces(self, ranges: Iterable[tuple[int, int]]) -> list[ChunkAhead]:
+        """What these ranges lie in."""
+        wanted = dict.fromkeys(n for start, end in ranges for n in self.index.chunks_of(start, end))
+        return [ChunkAhead(self, number) for number in wanted]
+
+    def warm(self, number: int) -> None:
+        """Bring a chunk near that will be read soon: into the node's cache, or the memory of this
+        process if there is none. Raises CorpusCorrupt, StoreError."""
+        if self.cache is None:
+            self._chunk(number)
+        elif self.cache.touch(self._id(number)):
+            self.traffic.nbytes[CACHE] += self.nbytes(number)
+        else:
+            self._chunk(number, keep=False)
+
+    def ahead_nbytes(self, processes: int) -> int:
+        """The most that one of so many processes of this node may fetch ahead: what one brings
+        pushes out neither its own nor what the others will read."""
+        if self.cache is None:
+            return self.room * self.index.chunk_nbytes // 2
+        return min(AHEAD_NBYTES, self.cache.nbytes // AHEAD_SHARE // processes)
+
+    def nbytes(self, number: int) -> int:
+        return int(self.index.starts[number + 1] - self.index.starts[number])
+
     def ids(self, chunks: Int64Array) -> Uint64s:
         """As `CorpusIndex.ids`, but of their bytes as they were read here."""
         return np.array([self._chunk(number)[1] for number in chunks.tolist()], np.uint64)
 
-    def _chunk(self, number: int) -> tuple[bytes, int]:
+    def _id(self, number: int) -> str:
+        """What the node's cache knows it by."""
+        return f"{BLAKE3}{self.index.hashes[number].tobytes().hex()}-{self.nbytes(number)}"
+
+    def _chunk(self, number: int, keep: bool = True) -> _Held:
+        """`keep`: it is about to be read here."""
         with self._lock:
             if (held := self._held.get(number)) is not None:
                 self._held.move_to_end(number)
                 return held
-        held = self._fetched(number)
-        with self._lock:
-            self.read_nbytes += len(held[0])
-            self._held[number] = held
-            while len(self._held) > self._room:
-                self._held.popitem(last=False)
-        return held
+            coming = self._coming.get(number)
+            if mine := coming is None:
+                coming = self._coming[number] = Future()
+        if mine:
+            try:
+                coming.set_result(self._near(number))
+            except BaseException as e:
+                coming.set_exception(e)
+            with self._lock:
+                del self._coming[number]
+        found = coming.result()
+        if keep:
+            with self._lock:
+                self._held[number] = found
+                while len(self._held) > self.room:
+                    self._held.popitem(last=False)
+        return found
 
-    def _fetched(self, number: int) -> tuple[bytes, int]:
+    def _near(self, number: int) -> _Held:
+        """From the node's cache, or through it."""
+        if self.cache is None:
+            return self._far(number)
+        id = self._id(number)
+        if (found := self._cached(number, id)) is not None:
+            return found
+        if self._ask is not None:  # it fills the cache as well
+            return self._far(number)
+        with self.cache.turn(id):
+            if (found := self._cached(number, id)) is None:
+                found = self._far(number)
+                self.cache.put(id, found[0])
+        return found
+
+    def _cached(self, number: int, id: str) -> _Held | None:
+        assert self.cache is not None
+        if (data := self.cache.get(id)) is None:
+            return None
+        if not is_chunk(id, data):  # the disk's fault, not the store's
+            self.cache.drop(id)
+            return None
+        return data, int(self.index.hashes[number, 0])
+
+    def _far(self, number: int) -> _Held:
+        """Raises CorpusCorrupt, StoreError."""
         shard, within = self.index.place(number)
-        wanted = self.index.hashes[number].tobytes()
-        nbytes = int(self.index.starts[number + 1] - self.index.starts[number])
-        where, data = f"{self.where}/{shard_key(shard)}", b""
+        wanted, nbytes = self.index.hashes[number].tobytes(), self.nbytes(number)
+        key, data = shard_key(shard), b""
+        where = f"{self.where}/{key}"
         for _ in range(TRIES):
             try:
-                data = self._fetch(shard, within)
+                with self._noted(f"{key}#{within}"):
+                    data = self._ask(number) if self._ask else self._fetch(shard, within)
+                    self._count(len(data))
             except NotFound as e:
                 raise CorpusCorrupt(
                     f"{where}: wanted a shard that the corpus consists of, found none; restore it, "
@@ -115,11 +219,41 @@ class Chunks:
             "the corpus again; `harness data verify` names all that is damaged"
         )
 
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.traffic.requests += 1
+            self.traffic.nbytes[self.traffic.far] += nbytes
+
+    @contextlib.contextmanager
+    def _noted(self, what: str) -> Iterator[None]:
+        """It is on its way."""
+        self.traffic.coming[what] = time.monotonic()
+        try:
+            yield
+        finally:
+            self.traffic.coming.pop(what, None)
+
+
+@dataclass(frozen=True)
+class ChunkAhead:
+    """A chunk that will be read: what `run.steps` fetches ahead."""
+
+    chunks: Chunks
+    number: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.chunks.nbytes(self.number)
+
+    def warm(self) -> None:
+        self.chunks.warm(self.number)
+
 
 class CorpusReader:
     """One split of a corpus, for any process: what is open is opened in the process that uses it,
     and never pickled. `fetch`: makes a `Fetch` of (store, bytes of a chunk); see `from_store`.
-    Raises BadInput, CorpusCorrupt, StoreError."""
+    `cache`, `disk_nbytes`: the node's cache (see `node_cache.opened`). Raises BadInput,
+    CorpusCorrupt, StoreError."""
 
     def __init__(
         self,
@@ -129,12 +263,17 @@ class CorpusReader:
         *,
         fetch: Callable[[ObjectStore, int], Fetch] | None = None,
         cache_nbytes: int = CACHE_NBYTES,
+        cache: str | os.PathLike[str] | None = "",
+        disk_nbytes: int | None = None,
         within_s: float = WITHIN_S,
     ):
         self.url = normalize(url)
         self._fetch, self._cache_nbytes, self._within_s = fetch, cache_nbytes, within_s
+        self._disk = cache, disk_nbytes
         self._opened: tuple[int, Chunks] | None = None  # the process that did it
-        self.card = card_of(self._store())
+        self._parent: Parent | None = None
+        store = self._store()
+        self.card = card_of(store)
         found = self.card.split(split)
         if self.card.kind != kind:
             other = {"tokens": "Tokens", "records": "Records"}[self.card.kind]
@@ -143,18 +282,17 @@ class CorpusReader:
             there = ", ".join(one.name for one in self.card.splits)
             raise BadInput(f"{url}: wanted the split {split!r}, found {there}")
         self.split = found
+        if can_serve(self.url):
+            self._open(store)  # before anybody is forked
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None}
+        return {**self.__dict__, "_opened": None, "_parent": None}
 
     @property
     def chunks(self) -> Chunks:
-        """Of this process: one that was forked opens its own connections."""
+        """Of this process."""
         if self._opened is None or self._opened[0] != os.getpid():
-            store = self._store()
-            index = index_of(store, self.card, self.split)
-            fetch = (self._fetch or from_store)(store, index.chunk_nbytes)
-            self._opened = os.getpid(), Chunks(index, fetch, self.url, self._cache_nbytes)
+            return self._open(None)
         return self._opened[1]
 
     @property
@@ -174,6 +312,27 @@ class CorpusReader:
 
     def _store(self) -> ObjectStore:
         return open_store(self.url, retry_within_s=self._within_s)
+
+    def _open(self, store: ObjectStore | None) -> Chunks:
+        """One that was forked opens its own connections, or asks who opened the corpus."""
+        parent, before = self._parent, self._opened
+        if parent is not None and before is not None:
+            theirs = before[1]
+            cache = theirs.cache and NodeCache(theirs.cache.folder, theirs.cache.nbytes)
+            made = Chunks(
+                theirs.index, theirs._fetch, self.url, self._cache_nbytes, cache, parent.ask
+            )
+        else:
+            store = store or self._store()
+            index = index_of(store, self.card, self.split)
+            fetch = (self._fetch or from_store)(store, index.chunk_nbytes)
+            cache = opened(self.url, *self._disk)
+            made = Chunks(index, fetch, self.url, self._cache_nbytes, cache)
+            if can_serve(self.url):
+                self._parent = Parent(made.serve, self._within_s * TRIES)
+                weakref.finalize(self, self._parent.close).atexit = False
+        self._opened = os.getpid(), made
+        return made
 
 
 def from_store(store: ObjectStore, chunk_nbytes: int) -> Fetch:

@@ -4,8 +4,8 @@
     for step in run.steps(train, total=..., global_batch=..., micro_batch=...): ...
 
 Runs in the worker and in a DataLoader's processes; needs no torch (a DataLoader makes tensors of
-the arrays). What `run.steps` asks of a dataset besides: `fingerprint`, `read_ahead` and
-`content_ids`.
+the arrays). What `run.steps` asks of a dataset besides: `fingerprint`, `read_ahead`, `content_ids`,
+and what it fetches ahead: `pieces`, `ahead_nbytes`, `traffic`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from harness.core.traffic import Traffic
 from harness.core.world import BadInput
 from harness.data.card import DTYPES, END, RECORDS, TOKENS, CorpusCorrupt, Int64Array
-from harness.data.chunks import CorpusReader
+from harness.data.chunks import ChunkAhead, CorpusReader
 from harness.data.framing import unframed
 
 IGNORED = -100  # a target that losses leave out, as torch's cross_entropy does
@@ -30,7 +31,29 @@ _FINGERPRINT = re.compile(
 )
 
 
-class Tokens:
+class _Ahead:
+    """What `run.steps` asks of a dataset whose chunks it fetches ahead (`worker/prefetch.py`)."""
+
+    _reader: CorpusReader
+
+    @property
+    def traffic(self) -> list[Traffic]:
+        """What this process has read so far."""
+        return [self._reader.chunks.traffic]
+
+    def pieces(self, indices: Sequence[int]) -> list[ChunkAhead]:
+        """The chunks that these items lie in."""
+        return self._reader.chunks.pieces(self._ranges(indices))
+
+    def ahead_nbytes(self, processes: int) -> int:
+        """The most that may be fetched ahead by one of so many processes of this node."""
+        return self._reader.chunks.ahead_nbytes(processes)
+
+    def _ranges(self, indices: Sequence[int]) -> Ranges:
+        raise NotImplementedError
+
+
+class Tokens(_Ahead):
     """Windows of `length` tokens of a corpus, in the order of its documents, not overlapping;
     documents follow one another without padding. Item i: (input (T,), target (T,)), int64 arrays;
     the target is the input one token later.
@@ -106,7 +129,7 @@ class Tokens:
         return [(start * size, (start + length + 1) * size) for start in starts]
 
 
-class Records:
+class Records(_Ahead):
     """Records of a corpus: whatever was prepared as such, images and audio too. Item i:
     `decode(record)`, or the record itself, a dict of bytes by the name of the field. `decode` runs
     where the item is read, and may draw from the global generators, which `run.steps` seeds by the

@@ -136,8 +136,11 @@ class Feed:
             "are), so no two runs will be the same to the bit"
         )
 
-    def batches(self, first: int, total: int, num_workers: int) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of steps `first` to `total`; a stream gives its own."""
+    def batches(
+        self, first: int, total: int, num_workers: int, tell: Callable[[str], object]
+    ) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of steps `first` to `total`; a stream gives its own. `tell`
+        hears of long waits."""
         assert self.batching is not None
         if not is_map_style(self._dataset):
             return iter(())
@@ -155,6 +158,8 @@ class Feed:
             self._collate,
             num_workers,
             pin,
+            self._peers.local_world,
+            tell,
         )
 
 

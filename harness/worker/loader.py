@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from harness.core.batch import Batching, Plan, indices, sample_seed
 from harness.core.world import BadInput
+from harness.worker.prefetch import Prefetch, ReadsAhead
 
 Keyed = tuple[int, int, Any, int | None]
 
@@ -134,16 +135,26 @@ def map_style(
     collate_fn: Any,
     num_workers: int,
     pin: bool,
+    processes: int = 1,
+    tell: Callable[[str], object] = print,
 ) -> Iterator[MicroBatch]:
-    """Micro-batches of this rank for steps first..total, in order."""
+    """Micro-batches of this rank for steps first..total, in order. What they lie in is fetched
+    ahead, if the dataset can say what that is; `processes` and `tell`: see `Prefetch`."""
+    order = _Order(batching, plan, rank, first, total)
     loader: DataLoader[Any] = DataLoader(
         _Keyed(dataset, batching.seed),
-        batch_sampler=_Order(batching, plan, rank, first, total),
+        batch_sampler=order,
         collate_fn=_Collate(collate_fn),
         num_workers=num_workers,
         pin_memory=pin,
     )
-    yield from loader
+    batches: Iterator[MicroBatch] = iter(
+        loader
+    )  # forks its processes, before there are threads that fetch
+    if isinstance(dataset, ReadsAhead):
+        to_come = ([index for _, index in keys] for keys in order)
+        batches = Prefetch(dataset, to_come, processes, tell).over(batches)
+    yield from batches
 
 
 def read_again(dataset: Any, batching: Batching, step: int, micro: int, collate_fn: Any) -> Any:

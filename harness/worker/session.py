@@ -343,7 +343,7 @@ class Session(PlainLoops):
         self._hands.turn(machine.Looped())
         if stream is not None and not self.step:
             self._try_out(dataset)
-        batches = feed.batches(self.step + 1, total, num_workers)
+        batches = feed.batches(self.step + 1, total, num_workers, self._run.warn_anywhere)
         training.strategy.start(self.batching.micro_batches)
         training.strategy.zero()
         self._work.rates.watch(

@@ -1,0 +1,171 @@
+"""Data fetched ahead, in the order in which this rank will read it. Runs in the worker.
+
+The plan says what a rank reads from now on, so a thread walks ahead of the DataLoader and brings
+near what its next micro-batches lie in, by many requests at once: so many bytes ahead, and no more.
+The first micro-batches come first. What it fetches is what the plan of this world says; another
+world makes another loader, and so another one of these. Knows any dataset that has the methods of
+`ReadsAhead`, as `harness.data`'s have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from queue import SimpleQueue
+from typing import Protocol, TypeVar, runtime_checkable
+
+from harness.core.traffic import Traffic
+from harness.core.world import HarnessError
+from storage.errors import StoreError
+
+T = TypeVar("T")
+AT_ONCE = 24  # pieces on their way
+LATE_S = 10.0  # a wait for data that is told of
+TELL_EVERY_S = 60.0  # ... and again after so long
+TICK_S = 1.0
+
+
+class Piece(Protocol):
+    """Something that samples lie in, hashable."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def warm(self) -> None:
+        """Bring it near: what is read of it soon is read from there. Any thread may."""
+
+
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A dataset whose samples lie in pieces of a store. `traffic`: of each store in this
+    process."""
+
+    @property
+    def traffic(self) -> Sequence[Traffic]: ...
+
+    def pieces(self, indices: Sequence[int]) -> Sequence[Piece]:
+        """What these samples lie in. May read what says so. Raises HarnessError, StoreError."""
+
+    def ahead_nbytes(self, processes: int) -> int:
+        """The most that may be fetched ahead by one of so many processes of this node."""
+
+
+class Prefetch:
+    """Of one loader. `batches`: indices of each micro-batch to come. `tell`: hears of long
+    waits, from a thread of its own. See the module."""
+
+    def __init__(
+        self,
+        dataset: ReadsAhead,
+        batches: Iterable[Sequence[int]],
+        processes: int,
+        tell: Callable[[str], object],
+    ):
+        self._dataset, self._batches, self._tell = dataset, batches, tell
+        self._most_nbytes = dataset.ahead_nbytes(processes)
+        self.ahead_nbytes = 0  # of pieces that micro-batches to come lie in
+        self._taken = 0  # micro-batches that were given
+        self._last: dict[Piece, int] = {}  # the last micro-batch that a piece is needed for
+        self._window: deque[tuple[int, list[Piece]]] = deque()
+        self._moved, self._closed = threading.Condition(), False
+        self._began_s, self._waits_s, self._told_s = time.monotonic(), math.inf, -math.inf
+        self._queue: SimpleQueue[Piece | None] = SimpleQueue()
+        # daemons: a store that is silent shall keep nobody from leaving
+        for do in (self._walk, self._watch, *[self._fetch] * AT_ONCE):
+            threading.Thread(target=do, name="prefetch", daemon=True).start()
+
+    def over(self, batches: Iterator[T]) -> Iterator[T]:
+        """The micro-batches themselves, one after the other. Ends with them, or when nobody wants
+        more of them."""
+        try:
+            while True:
+                self._waits_s = time.monotonic()
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+                finally:
+                    self._waits_s = math.inf
+                self.taken()
+                yield batch
+        finally:
+            self.close()
+
+    def taken(self) -> None:
+        """The next micro-batch was given to the script."""
+        with self._moved:
+            self._taken += 1
+            while self._window and self._window[0][0] < self._taken:
+                number, pieces = self._window.popleft()
+                for piece in pieces:
+                    if self._last[piece] == number:
+                        del self._last[piece]
+                        self.ahead_nbytes -= piece.nbytes
+            self._moved.notify_all()
+
+    def close(self) -> None:
+        with self._moved:
+            self._closed = True
+            self._moved.notify_all()
+        for _ in range(AT_ONCE):
+            self._queue.put(None)
+
+    def _walk(self) -> None:
+        for number, indices in enumerate(self._batches):
+            pieces: Sequence[Piece] = ()
+            # who reads it hears of what is wrong
+            with contextlib.suppress(HarnessError, StoreError):
+                pieces = self._dataset.pieces(indices)
+            if not self._admit(number, dict.fromkeys(pieces)):
+                return
+
+    def _admit(self, number: int, pieces: dict[Piece, None]) -> bool:
+        """Wait for room, and fetch what is not near. False: closed."""
+        with self._moved:
+            while True:
+                fresh = [piece for piece in pieces if piece not in self._last]
+                more = sum(piece.nbytes for piece in fresh)
+                room = not self._window or self.ahead_nbytes + more <= self._most_nbytes
+                if self._closed or room:
+                    break
+                self._moved.wait()
+            if self._closed or number < self._taken:  # it was read meanwhile
+                return not self._closed
+            self._window.append((number, list(pieces)))
+            self._last.update(dict.fromkeys(pieces, number))
+            self.ahead_nbytes += more
+            for piece in fresh:
+                self._queue.put(piece)
+        return True
+
+    def _fetch(self) -> None:
+        while (piece := self._queue.get()) is not None and not self._closed:
+            with contextlib.suppress(HarnessError, StoreError):  # as above
+                piece.warm()
+
+    def _watch(self) -> None:
+        """Names what a rank waits for, while it waits."""
+        while True:
+            with self._moved:
+                self._moved.wait_for(lambda: self._closed, TICK_S)
+            if self._closed:
+                return
+            now_s = time.monotonic()
+            if now_s - self._waits_s < LATE_S or now_s - self._told_s < TELL_EVERY_S:
+                continue
+            self._told_s = now_s
+            self._tell(self._late(now_s))
+
+    def _late(self, now_s: float) -> str:
+        waited_s = now_s - self._waits_s
+        since_s, what = min(one.oldest() for one in self._dataset.traffic)
+        said = f"a rank has waited {waited_s:.0f} s for its next micro-batch"
+        if not what:
+            return f"{said}; nothing is on its way from its store: the processes that read are slow"
+        read = sum(one.nbytes[one.far] for one in self._dataset.traffic)
+        rate = 0.0 if not read else read / 1e6 / max(now_s - self._began_s, TICK_S)
+        return f"{said}: {what} has been on its way for {now_s - since_s:.0f} s ({rate:.2f} MB/s)"
