@@ -176,8 +176,11 @@ class CorpusIndex:
 
     def place(self, chunk: int) -> tuple[str, int]:
         """(hash of the shard, which of its chunks) of a chunk."""
-        shard = int(np.searchsorted(self.first_chunks, chunk, "right")) - 1
+        shard = self.shard_of(chunk)
         return self.name(shard), chunk - int(self.first_chunks[shard])
+
+    def shard_of(self, chunk: int) -> int:
+        return int(np.searchsorted(self.first_chunks, chunk, "right")) - 1
 
     def name(self, shard: int) -> str:
         name: bytes = self.shards["name"][shard].tobytes()

@@ -9,12 +9,13 @@ not be trusted, since each chunk is hashed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -38,19 +39,22 @@ from harness.data.card import (
 from harness.data.forked import Parent, can_serve
 from harness.data.node_cache import NodeCache, opened
 from storage.chunks import is_chunk
-from storage.errors import NotFound
+from storage.errors import NotFound, StoreError
 from storage.objects import ObjectStore, read_into
 from storage.opening import normalize, open_store
 from storage.parts import BLAKE3
 
 # (hash of a shard, number of its chunk) -> the bytes, as they are; raises StoreError
 Fetch: TypeAlias = Callable[[str, int], bytes]
+# (hash of a shard, number of a chunk, how many in a row) -> their bytes
+FetchRun: TypeAlias = Callable[[str, int, int], bytes]
 _Held: TypeAlias = tuple[bytes, int]  # a chunk, and 64 bits of its hash
 AT_ONCE = 16  # ranged reads of one process on their way together
 CACHE_NBYTES = 64 << 20  # chunks that a process keeps
 # what is fetched ahead at most, and the share of the node's cache that it may be
 AHEAD_NBYTES, AHEAD_SHARE = 256 << 20, 4
 WITHIN_S = 300.0  # how long a store may be silent, slow or asking to wait before a reader fails
+RUN_NBYTES = 1 << 20  # of neighbours that are fetched ahead by one request
 TRIES = 2  # fetches of a chunk whose hash is wrong: once more, since the way may have been at fault
 
 
@@ -69,9 +73,10 @@ class Chunks:
         cache_nbytes: int = CACHE_NBYTES,
         cache: NodeCache | None = None,
         ask: Callable[[int], bytes] | None = None,
+        fetch_run: FetchRun | None = None,
     ):
         self.index, self.where, self._fetch, self.cache = index, where, fetch, cache
-        self._ask = ask
+        self._ask, self._fetch_run = ask, fetch_run
         self.traffic = Traffic(where, where.partition("://")[0])
         self.room = max(1, cache_nbytes // index.chunk_nbytes)  # chunks that are held
         self._held: OrderedDict[int, _Held] = OrderedDict()
@@ -117,15 +122,19 @@ class Chunks:
         wanted = dict.fromkeys(n for start, end in ranges for n in self.index.chunks_of(start, end))
         return [ChunkAhead(self, number) for number in wanted]
 
-    def warm(self, number: int) -> None:
-        """Bring a chunk near that will be read soon: into the node's cache, or the memory of this
-        process if there is none. Raises CorpusCorrupt, StoreError."""
-        if self.cache is None:
-            self._chunk(number)
-        elif self.cache.touch(self._id(number)):
-            self.traffic.nbytes[CACHE] += self.nbytes(number)
-        else:
-            self._chunk(number, keep=False)
+    def warm(self, numbers: Sequence[int]) -> None:
+        """Bring chunks near that will be read soon: into the node's cache, or the memory of this
+        process if there is none. Raises nothing: who reads them hears of what is wrong."""
+        if self.cache is not None:
+            near = [number for number in numbers if self.cache.touch(self._id(number))]
+            self.traffic.nbytes[CACHE] += sum(map(self.nbytes, near))
+            numbers = sorted({*numbers} - {*near})
+        with self._lock:
+            mine = [n for n in numbers if n not in self._held and n not in self._coming]
+            coming = {n: Future[_Held]() for n in mine}
+            self._coming |= coming
+        if mine:
+            self._bring(coming, keep=self.cache is None)
 
     def ahead_nbytes(self, processes: int) -> int:
         """The most that one of so many processes of this node may fetch ahead: what one brings
@@ -151,47 +160,105 @@ class Chunks:
             if (held := self._held.get(number)) is not None:
                 self._held.move_to_end(number)
                 return held
-            coming = self._coming.get(number)
-            if mine := coming is None:
+            there = self._coming.get(number)
+            if there is None:
                 coming = self._coming[number] = Future()
-        if mine:
-            try:
-                coming.set_result(self._near(number))
-            except BaseException as e:
-                coming.set_exception(e)
-            with self._lock:
-                del self._coming[number]
-        found = coming.result()
+        if there is None:
+            self._bring({number: coming}, keep)
+            return coming.result()
+        found = there.result()
         if keep:
-            with self._lock:
-                self._held[number] = found
-                while len(self._held) > self.room:
-                    self._held.popitem(last=False)
+            self._keep(number, found)
         return found
 
-    def _near(self, number: int) -> _Held:
+    def _keep(self, number: int, found: _Held) -> None:
+        with self._lock:
+            self._held[number] = found
+            while len(self._held) > self.room:
+                self._held.popitem(last=False)
+
+    def _bring(self, coming: Mapping[int, Future[_Held]], keep: bool) -> None:
+        """Fetch these chunks, which others may be waiting for already."""
+        try:
+            found = self._near(list(coming))
+        except BaseException as e:
+            found = dict.fromkeys(coming, e)
+        for number, future in coming.items():
+            one = found[number]
+            if isinstance(one, BaseException):
+                future.set_exception(one)
+            else:
+                future.set_result(one)
+                if keep:
+                    self._keep(number, one)
+        with self._lock:
+            for number in coming:
+                del self._coming[number]
+
+    def _near(self, numbers: Sequence[int]) -> dict[int, _Held | BaseException]:
         """From the node's cache, or through it."""
-        if self.cache is None:
-            return self._far(number)
-        id = self._id(number)
-        if (found := self._cached(number, id)) is not None:
-            return found
-        if self._ask is not None:  # it fills the cache as well
-            return self._far(number)
-        with self.cache.turn(id):
-            if (found := self._cached(number, id)) is None:
-                found = self._far(number)
-                self.cache.put(id, found[0])
+        found: dict[int, _Held | BaseException] = {}
+        found |= self._cached(numbers)
+        if (cache := self.cache) is None or self._ask is not None:  # it fills the cache as well
+            return found | self._far_each([n for n in numbers if n not in found])
+        if missing := {n: self._id(n) for n in numbers if n not in found}:
+            with cache.turn(missing.values()):
+                found |= self._cached(list(missing))
+                fresh = self._far_each([n for n in missing if n not in found])
+                right = {missing[n]: one[0] for n, one in fresh.items() if isinstance(one, tuple)}
+                cache.put(right)
+                found |= fresh
         return found
 
-    def _cached(self, number: int, id: str) -> _Held | None:
-        assert self.cache is not None
-        if (data := self.cache.get(id)) is None:
-            return None
-        if not is_chunk(id, data):  # the disk's fault, not the store's
-            self.cache.drop(id)
-            return None
-        return data, int(self.index.hashes[number, 0])
+    def _cached(self, numbers: Sequence[int]) -> dict[int, _Held]:
+        found: dict[int, _Held] = {}
+        if (cache := self.cache) is None:
+            return found
+        for number in numbers:
+            id = self._id(number)
+            if (data := cache.get(id)) is None:
+                continue
+            if is_chunk(id, data):
+                found[number] = data, int(self.index.hashes[number, 0])
+            else:  # the disk's fault, not the store's
+                cache.drop(id)
+        return found
+
+    def _far_each(self, numbers: Sequence[int]) -> dict[int, _Held | BaseException]:
+        """Neighbours by one request, if they are right; each by itself otherwise."""
+        found: dict[int, _Held | BaseException] = {}
+        for number in numbers:
+            if number in found:
+                continue
+            try:
+                found |= self._far_run(number, numbers)
+                if number not in found:
+                    found[number] = self._far(number)
+            except (CorpusCorrupt, StoreError) as e:
+                found[number] = e
+        return found
+
+    def _far_run(self, first: int, numbers: Sequence[int]) -> dict[int, _Held]:
+        """As many of `numbers` as follow one another in a shard from `first` on, and are right;
+        {}: there is but one, or they can only be asked for one by one. Raises StoreError."""
+        shard, within = self.index.place(first)
+        count = next(i for i in itertools.count(1) if first + i not in numbers)
+        left = int(self.index.first_chunks[self.index.shard_of(first) + 1]) - first
+        count = min(count, left, max(1, RUN_NBYTES // self.index.chunk_nbytes))
+        if self._fetch_run is None or self._ask is not None or count < 2:
+            return {}
+        try:
+            with self._noted(f"{shard_key(shard)}#{within}"):
+                data = memoryview(self._fetch_run(shard, within, count))
+                self._count(len(data))
+        except NotFound:
+            return {}  # its own way says what is missing
+        found: dict[int, _Held] = {}
+        for i in range(count):
+            one = data[i * self.index.chunk_nbytes :][: self.nbytes(first + i)]
+            if hash_of(one) == self.index.hashes[first + i].tobytes():
+                found[first + i] = bytes(one), int(self.index.hashes[first + i, 0])
+        return found
 
     def _far(self, number: int) -> _Held:
         """Raises CorpusCorrupt, StoreError."""
@@ -236,17 +303,27 @@ class Chunks:
 
 @dataclass(frozen=True)
 class ChunkAhead:
-    """A chunk that will be read: what `run.steps` fetches ahead."""
+    """Chunks in a row that will be read, mostly one: what `run.steps` fetches ahead."""
 
     chunks: Chunks
-    number: int
+    first: int
+    count: int = 1
 
     @property
     def nbytes(self) -> int:
-        return self.chunks.nbytes(self.number)
+        return sum(self.chunks.nbytes(self.first + i) for i in range(self.count))
+
+    def joined(self, other: object) -> ChunkAhead | None:
+        """Both by one request; None: they do not follow one another, or are too many."""
+        if not isinstance(other, ChunkAhead) or other.chunks is not self.chunks:
+            return None
+        follows = other.first == self.first + self.count
+        if not follows or self.nbytes + other.nbytes > RUN_NBYTES:
+            return None
+        return ChunkAhead(self.chunks, self.first, self.count + other.count)
 
     def warm(self) -> None:
-        self.chunks.warm(self.number)
+        self.chunks.warm(range(self.first, self.first + self.count))
 
 
 class CorpusReader:
@@ -326,8 +403,9 @@ class CorpusReader:
             store = store or self._store()
             index = index_of(store, self.card, self.split)
             fetch = (self._fetch or from_store)(store, index.chunk_nbytes)
+            runs = None if self._fetch else runs_from_store(store, index.chunk_nbytes)
             cache = opened(self.url, *self._disk)
-            made = Chunks(index, fetch, self.url, self._cache_nbytes, cache)
+            made = Chunks(index, fetch, self.url, self._cache_nbytes, cache, fetch_run=runs)
             if can_serve(self.url):
                 self._parent = Parent(made.serve, self._within_s * TRIES)
                 weakref.finalize(self, self._parent.close).atexit = False
@@ -337,9 +415,13 @@ class CorpusReader:
 
 def from_store(store: ObjectStore, chunk_nbytes: int) -> Fetch:
     """Chunks by ranged reads of the corpus itself."""
+    run = runs_from_store(store, chunk_nbytes)
+    return lambda shard, chunk: run(shard, chunk, 1)
 
-    def fetch(shard: str, chunk: int) -> bytes:
-        buffer = bytearray(chunk_nbytes)
+
+def runs_from_store(store: ObjectStore, chunk_nbytes: int) -> FetchRun:
+    def fetch(shard: str, chunk: int, count: int) -> bytes:
+        buffer = bytearray(chunk_nbytes * count)
         found = read_into(store, shard_key(shard), chunk * chunk_nbytes, memoryview(buffer))
         return bytes(memoryview(buffer)[:found])
 

@@ -17,7 +17,7 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from harness.core.world import BadInput
@@ -51,22 +51,25 @@ class NodeCache:
         """It will be read soon. False: it is not there."""
         return self._tier.touch(id)
 
-    def put(self, id: str, data: bytes) -> None:
-        """A chunk that has that hash."""
+    def put(self, chunks: Mapping[str, bytes]) -> None:
+        """Chunks that have these hashes."""
         with self._lock:
-            filed = self._tier.put({id: data})
-        if not filed and not self._warned:
+            filed = self._tier.put(chunks)
+        if filed < len(chunks) and not self._warned:
             self._warned = True
-            _warn(f"{self.folder} takes no chunk now (a full disk?); data are read without it")
+            _warn(f"{self.folder} takes no more now (a full disk?); data are read without it")
 
     def drop(self, id: str) -> None:
         self._tier.drop(id)
 
     @contextlib.contextmanager
-    def turn(self, id: str) -> Iterator[None]:
-        """Around a fetch: one process of the node at a time, or after TURN_WAIT_S all the same."""
-        digits = id.partition(".")[2][:TURNS]
-        with self._tier.locked(f"fetch-{digits}", TURN_WAIT_S):
+    def turn(self, ids: Iterable[str]) -> Iterator[None]:
+        """Around a fetch of these: one process of the node at a time, or after TURN_WAIT_S all the
+        same."""
+        with contextlib.ExitStack() as stack:
+            # in one order for all, so that none waits for who waits for it
+            for digits in sorted({id.partition(".")[2][:TURNS] for id in ids}):
+                stack.enter_context(self._tier.locked(f"fetch-{digits}", TURN_WAIT_S))
             yield
 
 

@@ -20,6 +20,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -72,20 +73,26 @@ class _Keyed(Dataset[Any]):
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Keyed]:
         """A micro-batch. A dataset with `read_ahead` fetches it at once."""
+        indices = [index for _, index in keys]
         if (read_ahead := getattr(self.dataset, "read_ahead", None)) is not None:
-            read_ahead([index for _, index in keys])
-        return [self[key] for key in keys]
+            read_ahead(indices)
+        samples = [self._sample(*key) for key in keys]
+        contents = (
+            self.dataset.content_ids(indices).tolist() if self._has_contents else repeat(None)
+        )
+        given = zip(keys, samples, contents, strict=False)
+        return [(*key, sample, content) for key, sample, content in given]
 
     def __getitem__(self, key: tuple[int, int]) -> Keyed:
-        position, index = key
+        return self.__getitems__([key])[0]
+
+    def _sample(self, position: int, index: int) -> Any:
         seed = sample_seed(self.seed, position)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         # not torch.manual_seed: the devices' generators are not used here
         torch.default_generator.manual_seed(seed)
-        sample = self.dataset[index]
-        content = int(self.dataset.content_ids([index])[0]) if self._has_contents else None
-        return position, index, sample, content
+        return self.dataset[index]
 
 
 class _Collate:

@@ -15,8 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from queue import SimpleQueue
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from harness.core.traffic import Traffic
 from harness.core.world import HarnessError
@@ -25,6 +24,7 @@ from storage.errors import StoreError
 T = TypeVar("T")
 AT_ONCE = 24  # pieces on their way
 LATE_S = 10.0  # a wait for data that is told of
+BREATHS = 8  # one part of so many of what may be ahead is asked for at a time
 TELL_EVERY_S = 60.0  # ... and again after so long
 TICK_S = 1.0
 
@@ -35,8 +35,12 @@ class Piece(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    def joined(self, other: Any) -> Piece | None:
+        """Both as one, if one request can fetch them."""
+
     def warm(self) -> None:
-        """Bring it near: what is read of it soon is read from there. Any thread may."""
+        """Bring it near: what is read of it soon is read from there. Any thread may. Raises
+        nothing: who reads it hears of what is wrong."""
 
 
 @runtime_checkable
@@ -73,7 +77,7 @@ class Prefetch:
         self._window: deque[tuple[int, list[Piece]]] = deque()
         self._moved, self._closed = threading.Condition(), False
         self._began_s, self._waits_s, self._told_s = time.monotonic(), math.inf, -math.inf
-        self._queue: SimpleQueue[Piece | None] = SimpleQueue()
+        self._queue: deque[Piece] = deque()
         # daemons: a store that is silent shall keep nobody from leaving
         for do in (self._walk, self._watch, *[self._fetch] * AT_ONCE):
             threading.Thread(target=do, name="prefetch", daemon=True).start()
@@ -111,8 +115,6 @@ class Prefetch:
         with self._moved:
             self._closed = True
             self._moved.notify_all()
-        for _ in range(AT_ONCE):
-            self._queue.put(None)
 
     def _walk(self) -> None:
         for number, indices in enumerate(self._batches):
@@ -124,28 +126,41 @@ class Prefetch:
                 return
 
     def _admit(self, number: int, pieces: dict[Piece, None]) -> bool:
-        """Wait for room, and fetch what is not near. False: closed."""
+        """Wait for room, and have fetched what is not near. False: closed."""
         with self._moved:
+            most = self._most_nbytes
             while True:
                 fresh = [piece for piece in pieces if piece not in self._last]
                 more = sum(piece.nbytes for piece in fresh)
-                room = not self._window or self.ahead_nbytes + more <= self._most_nbytes
-                if self._closed or room:
+                if self._closed or not self._window or self.ahead_nbytes + more <= most:
                     break
+                # then for several at a time, so that neighbours come by one request
+                most = self._most_nbytes - self._most_nbytes // BREATHS
                 self._moved.wait()
             if self._closed or number < self._taken:  # it was read meanwhile
                 return not self._closed
             self._window.append((number, list(pieces)))
             self._last.update(dict.fromkeys(pieces, number))
             self.ahead_nbytes += more
-            for piece in fresh:
-                self._queue.put(piece)
+            self._queue += fresh
+            self._moved.notify_all()
         return True
 
     def _fetch(self) -> None:
-        while (piece := self._queue.get()) is not None and not self._closed:
-            with contextlib.suppress(HarnessError, StoreError):  # as above
-                piece.warm()
+        while (piece := self._next()) is not None:
+            piece.warm()
+
+    def _next(self) -> Piece | None:
+        """What is to be fetched next, with its neighbours; None: closed."""
+        with self._moved:
+            self._moved.wait_for(lambda: self._closed or self._queue)
+            if self._closed:
+                return None
+            piece = self._queue.popleft()
+            while self._queue and (both := piece.joined(self._queue[0])) is not None:
+                self._queue.popleft()
+                piece = both
+            return piece
 
     def _watch(self) -> None:
         """Names what a rank waits for, while it waits."""
