@@ -8,6 +8,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import socket
 import statistics
@@ -210,7 +211,7 @@ def child(way: str, url: str, a: argparse.Namespace, folder: Path) -> dict[str, 
 
     if way == "streaming":
         import streaming  # noqa: F401
-    began_s = time.perf_counter()
+    cpu_before_s, began_s = time.process_time(), time.perf_counter()
     batches = READERS[way](url, a, folder)
     next(batches)
     first_s = time.perf_counter() - began_s
@@ -225,7 +226,10 @@ def child(way: str, url: str, a: argparse.Namespace, folder: Path) -> dict[str, 
         next(batches)
         waits.append(time.perf_counter() - waited_s)
     batches.close()
+    spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    cpu_s = sum(one.ru_utime + one.ru_stime for one in spent) - cpu_before_s
     return {
+        "cpu_ms_per_1000": 1e6 * cpu_s / (a.batch * (1 + a.steps) + read),
         "first_s": first_s,
         "samples_per_s": read / fast_s,
         "stalls": [sum(1e3 * w > ms for w in waits) for ms in STALLS_MS],
@@ -320,7 +324,7 @@ def told(a: argparse.Namespace, rows: dict[str, list[dict[str, Any]]]) -> None:
     ms = "/".join(map(str, STALLS_MS))
     print(
         f"{'':10}{'first s':>9}{'samples/s':>11}{f'waits > {ms} ms':>24}{'longest ms':>12}"
-        f"{'bytes/share':>13}{'on disk MB':>12}"
+        f"{'bytes/share':>13}{'on disk MB':>12}{'CPU ms/1000':>13}"
     )
 
     def middle(way: str, name: str) -> float:
@@ -334,7 +338,7 @@ def told(a: argparse.Namespace, rows: dict[str, list[dict[str, Any]]]) -> None:
         print(
             f"{way:10}{middle(way, 'first_s'):9.2f}{middle(way, 'samples_per_s'):11.0f}"
             f"{f'{stalls} of {a.steps}':>24}{middle(way, 'longest_ms'):12.0f}{ratio:13.2f}"
-            f"{middle(way, 'cached_nbytes') / 1e6:12.0f}"
+            f"{middle(way, 'cached_nbytes') / 1e6:12.0f}{middle(way, 'cpu_ms_per_1000'):13.0f}"
         )
     for other in (way for way in rows if way != "ours" and rows.get("ours")):
         pairs = list(zip(rows["ours"], rows[other], strict=True))

@@ -48,7 +48,7 @@ from storage.parts import BLAKE3
 Fetch: TypeAlias = Callable[[str, int], bytes]
 # (hash of a shard, number of a chunk, how many in a row) -> their bytes
 FetchRun: TypeAlias = Callable[[str, int, int], bytes]
-_Held: TypeAlias = tuple[bytes, int]  # a chunk, and 64 bits of its hash
+_HeldChunk: TypeAlias = tuple[bytes, int]  # a chunk, and 64 bits of its hash
 AT_ONCE = 16  # ranged reads of one process on their way together
 CACHE_NBYTES = 64 << 20  # chunks that a process keeps
 # what is fetched ahead at most, and the share of the node's cache that it may be
@@ -79,8 +79,8 @@ class Chunks:
         self._ask, self._fetch_run = ask, fetch_run
         self.traffic = Traffic(where, where.partition("://")[0])
         self.room = max(1, cache_nbytes // index.chunk_nbytes)  # chunks that are held
-        self._held: OrderedDict[int, _Held] = OrderedDict()
-        self._coming: dict[int, Future[_Held]] = {}
+        self._held: OrderedDict[int, _HeldChunk] = OrderedDict()
+        self._coming: dict[int, Future[_HeldChunk]] = {}
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
 
@@ -131,7 +131,7 @@ class Chunks:
             numbers = sorted({*numbers} - {*near})
         with self._lock:
             mine = [n for n in numbers if n not in self._held and n not in self._coming]
-            coming = {n: Future[_Held]() for n in mine}
+            coming = {n: Future[_HeldChunk]() for n in mine}
             self._coming |= coming
         if mine:
             self._bring(coming, keep=self.cache is None)
@@ -154,7 +154,7 @@ class Chunks:
         """What the node's cache knows it by."""
         return f"{BLAKE3}{self.index.hashes[number].tobytes().hex()}-{self.nbytes(number)}"
 
-    def _chunk(self, number: int, keep: bool = True) -> _Held:
+    def _chunk(self, number: int, keep: bool = True) -> _HeldChunk:
         """`keep`: it is about to be read here."""
         with self._lock:
             if (held := self._held.get(number)) is not None:
@@ -171,13 +171,13 @@ class Chunks:
             self._keep(number, found)
         return found
 
-    def _keep(self, number: int, found: _Held) -> None:
+    def _keep(self, number: int, found: _HeldChunk) -> None:
         with self._lock:
             self._held[number] = found
             while len(self._held) > self.room:
                 self._held.popitem(last=False)
 
-    def _bring(self, coming: Mapping[int, Future[_Held]], keep: bool) -> None:
+    def _bring(self, coming: Mapping[int, Future[_HeldChunk]], keep: bool) -> None:
         """Fetch these chunks, which others may be waiting for already."""
         try:
             found = self._near(list(coming))
@@ -195,9 +195,9 @@ class Chunks:
             for number in coming:
                 del self._coming[number]
 
-    def _near(self, numbers: Sequence[int]) -> dict[int, _Held | BaseException]:
+    def _near(self, numbers: Sequence[int]) -> dict[int, _HeldChunk | BaseException]:
         """From the node's cache, or through it."""
-        found: dict[int, _Held | BaseException] = {}
+        found: dict[int, _HeldChunk | BaseException] = {}
         found |= self._cached(numbers)
         if (cache := self.cache) is None or self._ask is not None:  # it fills the cache as well
             return found | self._far_each([n for n in numbers if n not in found])
@@ -210,8 +210,8 @@ class Chunks:
                 found |= fresh
         return found
 
-    def _cached(self, numbers: Sequence[int]) -> dict[int, _Held]:
-        found: dict[int, _Held] = {}
+    def _cached(self, numbers: Sequence[int]) -> dict[int, _HeldChunk]:
+        found: dict[int, _HeldChunk] = {}
         if (cache := self.cache) is None:
             return found
         for number in numbers:
@@ -224,9 +224,9 @@ class Chunks:
                 cache.drop(id)
         return found
 
-    def _far_each(self, numbers: Sequence[int]) -> dict[int, _Held | BaseException]:
+    def _far_each(self, numbers: Sequence[int]) -> dict[int, _HeldChunk | BaseException]:
         """Neighbours by one request, if they are right; each by itself otherwise."""
-        found: dict[int, _Held | BaseException] = {}
+        found: dict[int, _HeldChunk | BaseException] = {}
         for number in numbers:
             if number in found:
                 continue
@@ -238,7 +238,7 @@ class Chunks:
                 found[number] = e
         return found
 
-    def _far_run(self, first: int, numbers: Sequence[int]) -> dict[int, _Held]:
+    def _far_run(self, first: int, numbers: Sequence[int]) -> dict[int, _HeldChunk]:
         """As many of `numbers` as follow one another in a shard from `first` on, and are right;
         {}: there is but one, or they can only be asked for one by one. Raises StoreError."""
         shard, within = self.index.place(first)
@@ -253,14 +253,14 @@ class Chunks:
                 self._count(len(data))
         except NotFound:
             return {}  # its own way says what is missing
-        found: dict[int, _Held] = {}
+        found: dict[int, _HeldChunk] = {}
         for i in range(count):
             one = data[i * self.index.chunk_nbytes :][: self.nbytes(first + i)]
             if hash_of(one) == self.index.hashes[first + i].tobytes():
                 found[first + i] = bytes(one), int(self.index.hashes[first + i, 0])
         return found
 
-    def _far(self, number: int) -> _Held:
+    def _far(self, number: int) -> _HeldChunk:
         """Raises CorpusCorrupt, StoreError."""
         shard, within = self.index.place(number)
         wanted, nbytes = self.index.hashes[number].tobytes(), self.nbytes(number)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import xxhash
 from torch import Tensor, nn
 
 from harness.core.batch import MAX_SAMPLES, Batching, Plan, plan
+from harness.core.traffic import Traffic
 from harness.core.world import BadInput
 from harness.worker.loader import (
     MicroBatch,
@@ -25,18 +26,20 @@ from harness.worker.loader import (
 )
 from harness.worker.peers import Peers
 from harness.worker.pipeline import Pipeline
+from harness.worker.prefetch import ReadsAhead
 from storage.names import plain_name
 
 Collate = Callable[[list[Any]], Any]
 
 
 class Feed:
-    """`batching`: None until `steps` is called. `stream`: of data that is read in order only."""
+    """`batching`: None until `steps` is called. `stream`: of data that is read in order only.
+    `processes`: of this node that read."""
 
     plan: Plan
 
-    def __init__(self, peers: Peers, seed: int, speeds: list[float] | None):
-        self._peers, self.seed = peers, seed
+    def __init__(self, peers: Peers, seed: int, speeds: list[float] | None, processes: int = 1):
+        self._peers, self.seed, self._processes = peers, seed, processes
         self._speeds = speeds if speeds and len(set(speeds)) > 1 else None
         self.batching: Batching | None = None
         self.stream: Stream | None = None
@@ -158,9 +161,13 @@ class Feed:
             self._collate,
             num_workers,
             pin,
-            self._peers.local_world,
+            self._processes,
             tell,
         )
+
+    def traffic(self) -> Sequence[Traffic]:
+        """What this process has read of the data so far, of data that counts it."""
+        return self._dataset.traffic if isinstance(self._dataset, ReadsAhead) else ()
 
 
 def shapes_of(model: nn.Module, by_wrappers: bool = False) -> list[tuple[str, list[int], str]]:

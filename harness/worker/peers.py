@@ -88,7 +88,6 @@ class Peers:
         self.rank = int(environ.get("RANK", 0))
         self.local_rank = int(environ.get("LOCAL_RANK", 0))
         self.world = int(environ.get("WORLD_SIZE", 1))
-        self.local_world = int(environ.get("LOCAL_WORLD_SIZE", 1))
         self.model_mesh = _model_mesh(environ, asked_mesh, self.world)
         self.replica_ranks = _replica_ranks(environ, replica_ranks, self.model_mesh)
         self.copy_ranks = copy_ranks(self.model_mesh, self.replica_ranks)

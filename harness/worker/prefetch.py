@@ -22,20 +22,20 @@ from harness.core.world import HarnessError
 from storage.errors import StoreError
 
 T = TypeVar("T")
-AT_ONCE = 24  # pieces on their way
+AT_ONCE = 16  # requests on their way
 LATE_S = 10.0  # a wait for data that is told of
 BREATHS = 8  # one part of so many of what may be ahead is asked for at a time
 TELL_EVERY_S = 60.0  # ... and again after so long
-TICK_S = 1.0
+SEEN, LEAST_S = 10, 1e-3  # readings from which a rate is told
 
 
-class Piece(Protocol):
+class DataPiece(Protocol):
     """Something that samples lie in, hashable."""
 
     @property
     def nbytes(self) -> int: ...
 
-    def joined(self, other: Any) -> Piece | None:
+    def joined(self, other: Any) -> DataPiece | None:
         """Both as one, if one request can fetch them."""
 
     def warm(self) -> None:
@@ -51,7 +51,7 @@ class ReadsAhead(Protocol):
     @property
     def traffic(self) -> Sequence[Traffic]: ...
 
-    def pieces(self, indices: Sequence[int]) -> Sequence[Piece]:
+    def pieces(self, indices: Sequence[int]) -> Sequence[DataPiece]:
         """What these samples lie in. May read what says so. Raises HarnessError, StoreError."""
 
     def ahead_nbytes(self, processes: int) -> int:
@@ -59,8 +59,8 @@ class ReadsAhead(Protocol):
 
 
 class Prefetch:
-    """Of one loader. `batches`: indices of each micro-batch to come. `tell`: hears of long
-    waits, from a thread of its own. See the module."""
+    """Of one loader. `batches`: indices of each micro-batch to come. `tell`: hears of waits of
+    `late_s` and more, from a thread of its own. See the module."""
 
     def __init__(
         self,
@@ -68,16 +68,20 @@ class Prefetch:
         batches: Iterable[Sequence[int]],
         processes: int,
         tell: Callable[[str], object],
+        late_s: float = LATE_S,
     ):
         self._dataset, self._batches, self._tell = dataset, batches, tell
+        self._late_s = late_s
         self._most_nbytes = dataset.ahead_nbytes(processes)
         self.ahead_nbytes = 0  # of pieces that micro-batches to come lie in
         self._taken = 0  # micro-batches that were given
-        self._last: dict[Piece, int] = {}  # the last micro-batch that a piece is needed for
-        self._window: deque[tuple[int, list[Piece]]] = deque()
-        self._moved, self._closed = threading.Condition(), False
-        self._began_s, self._waits_s, self._told_s = time.monotonic(), math.inf, -math.inf
-        self._queue: deque[Piece] = deque()
+        self._last: dict[DataPiece, int] = {}  # the last micro-batch that a piece is needed for
+        self._window: deque[tuple[int, list[DataPiece]]] = deque()
+        lock = threading.Lock()
+        self._room, self._asked = threading.Condition(lock), threading.Condition(lock)
+        self._closed = threading.Event()
+        self._waits_s, self._told_s = math.inf, -math.inf
+        self._queue: deque[DataPiece] = deque()
         # daemons: a store that is silent shall keep nobody from leaving
         for do in (self._walk, self._watch, *[self._fetch] * AT_ONCE):
             threading.Thread(target=do, name="prefetch", daemon=True).start()
@@ -101,7 +105,7 @@ class Prefetch:
 
     def taken(self) -> None:
         """The next micro-batch was given to the script."""
-        with self._moved:
+        with self._room:
             self._taken += 1
             while self._window and self._window[0][0] < self._taken:
                 number, pieces = self._window.popleft()
@@ -109,52 +113,53 @@ class Prefetch:
                     if self._last[piece] == number:
                         del self._last[piece]
                         self.ahead_nbytes -= piece.nbytes
-            self._moved.notify_all()
+            self._room.notify()
 
     def close(self) -> None:
-        with self._moved:
-            self._closed = True
-            self._moved.notify_all()
+        with self._room:
+            self._closed.set()
+            self._room.notify()
+            self._asked.notify_all()
 
     def _walk(self) -> None:
         for number, indices in enumerate(self._batches):
-            pieces: Sequence[Piece] = ()
+            pieces: Sequence[DataPiece] = ()
             # who reads it hears of what is wrong
             with contextlib.suppress(HarnessError, StoreError):
                 pieces = self._dataset.pieces(indices)
             if not self._admit(number, dict.fromkeys(pieces)):
                 return
 
-    def _admit(self, number: int, pieces: dict[Piece, None]) -> bool:
+    def _admit(self, number: int, pieces: dict[DataPiece, None]) -> bool:
         """Wait for room, and have fetched what is not near. False: closed."""
-        with self._moved:
+        with self._room:
             most = self._most_nbytes
             while True:
                 fresh = [piece for piece in pieces if piece not in self._last]
                 more = sum(piece.nbytes for piece in fresh)
-                if self._closed or not self._window or self.ahead_nbytes + more <= most:
+                if self._closed.is_set() or not self._window or self.ahead_nbytes + more <= most:
                     break
                 # then for several at a time, so that neighbours come by one request
                 most = self._most_nbytes - self._most_nbytes // BREATHS
-                self._moved.wait()
-            if self._closed or number < self._taken:  # it was read meanwhile
-                return not self._closed
+                self._room.wait()
+            if self._closed.is_set() or number < self._taken:  # it was read meanwhile
+                return not self._closed.is_set()
             self._window.append((number, list(pieces)))
             self._last.update(dict.fromkeys(pieces, number))
             self.ahead_nbytes += more
             self._queue += fresh
-            self._moved.notify_all()
+            self._asked.notify(len(fresh))
         return True
 
     def _fetch(self) -> None:
         while (piece := self._next()) is not None:
             piece.warm()
 
-    def _next(self) -> Piece | None:
+    def _next(self) -> DataPiece | None:
         """What is to be fetched next, with its neighbours; None: closed."""
-        with self._moved:
-            self._moved.wait_for(lambda: self._closed or self._queue)
-            if self._closed:
+        with self._asked:
+            self._asked.wait_for(lambda: self._closed.is_set() or self._queue)
+            if self._closed.is_set():
                 return None
             piece = self._queue.popleft()
             while self._queue and (both := piece.joined(self._queue[0])) is not None:
@@ -164,23 +169,23 @@ class Prefetch:
 
     def _watch(self) -> None:
         """Names what a rank waits for, while it waits."""
-        while True:
-            with self._moved:
-                self._moved.wait_for(lambda: self._closed, TICK_S)
-            if self._closed:
-                return
+        seen: deque[tuple[float, int]] = deque(maxlen=SEEN)
+        while not self._closed.wait(self._late_s / SEEN):
             now_s = time.monotonic()
-            if now_s - self._waits_s < LATE_S or now_s - self._told_s < TELL_EVERY_S:
-                continue
-            self._told_s = now_s
-            self._tell(self._late(now_s))
+            seen.append((now_s, sum(one.nbytes[one.far] for one in self._dataset.traffic)))
+            if now_s - self._waits_s >= self._late_s and now_s - self._told_s >= TELL_EVERY_S:
+                self._told_s = now_s
+                (then_s, before), (_, read) = seen[0], seen[-1]
+                rate = (read - before) / max(now_s - then_s, LEAST_S)
+                self._tell(self._late(now_s, rate))
 
-    def _late(self, now_s: float) -> str:
-        waited_s = now_s - self._waits_s
+    def _late(self, now_s: float, rate: float) -> str:
+        """`rate`: bytes a second."""
+        said = f"waited {now_s - self._waits_s:.0f} s for its next micro-batch so far"
         since_s, what = min(one.oldest() for one in self._dataset.traffic)
-        said = f"a rank has waited {waited_s:.0f} s for its next micro-batch"
         if not what:
-            return f"{said}; nothing is on its way from its store: the processes that read are slow"
-        read = sum(one.nbytes[one.far] for one in self._dataset.traffic)
-        rate = 0.0 if not read else read / 1e6 / max(now_s - self._began_s, TICK_S)
-        return f"{said}: {what} has been on its way for {now_s - since_s:.0f} s ({rate:.2f} MB/s)"
+            return f"{said}; nothing is on its way from a store: what reads and decodes is slow"
+        return (
+            f"{said}: its store is slow: {what} has been on its way for {now_s - since_s:.0f} s, "
+            f"at {rate / 1e6:.2f} MB/s in all"
+        )

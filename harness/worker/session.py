@@ -119,7 +119,9 @@ class Session(PlainLoops):
         hold = Hold(peers, joined, environ.get("HARNESS_STAGE"))
         snapshotter = Snapshotter(peers, joined, training, log, hold, rhythm, last_seen, o.keep)
         resume = Resume(peers, joined, training, hold, last_seen, environ)
-        feed = Feed(peers, o.seed, json.loads(environ.get("HARNESS_SPEEDS", "null")))
+        here = int(environ.get("LOCAL_WORLD_SIZE", 1))
+        feed = Feed(peers, o.seed, json.loads(environ.get("HARNESS_SPEEDS", "null")), here)
+        log.times.traffic = feed.traffic
         self._work = Work(
             peers, joined, training, feed, log, rates, rhythm, snapshotter, votes, timer
         )
