@@ -135,7 +135,7 @@ def main() -> None:
     reading.add_argument("--length", type=int, default=2048, help="tokens of a sample")
     reading.add_argument("--batch", type=int, default=32, help="samples of a micro-batch")
     reading.add_argument("--workers", type=int, default=2, help="processes of the loader")
-    reading.add_argument("--samples", type=int, default=60_000)
+    reading.add_argument("--samples", type=int, default=100_000)
     reading.add_argument("--steps", type=int, default=200)
     reading.add_argument("--step-ms", type=float, default=20.0)
     reading.add_argument("--predownload", type=int, default=0, help="samples; 0: its default")

@@ -210,7 +210,12 @@ def child(way: str, url: str, a: argparse.Namespace, folder: Path) -> dict[str, 
     import torch  # noqa: F401  (what a worker has imported before its world begins)
 
     if way == "streaming":
+        import boto3
         import streaming  # noqa: F401
+
+        boto3.client("s3")
+    else:
+        import storage.fast  # noqa: F401
     cpu_before_s, began_s = time.process_time(), time.perf_counter()
     batches = READERS[way](url, a, folder)
     next(batches)

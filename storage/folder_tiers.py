@@ -124,6 +124,12 @@ class FolderTier:
     def nbytes(self) -> int:
         return sum(nbytes for _, nbytes, _ in self._entries())
 
+    @property
+    def filed_nbytes(self) -> int:
+        """`nbytes` or somewhat more, mostly without listing all that is there."""
+        used = self._used()
+        return self.nbytes if used is None else used
+
     @contextlib.contextmanager
     def locked(self, name: str, wait_s: float) -> Iterator[bool]:
         """One process of the node, and one thread of it, at a time. False: not within `wait_s`.

@@ -52,7 +52,7 @@ _HeldChunk: TypeAlias = tuple[bytes, int]  # a chunk, and 64 bits of its hash
 AT_ONCE = 16  # ranged reads of one process on their way together
 CACHE_NBYTES = 64 << 20  # chunks that a process keeps
 # what is fetched ahead at most, and the share of the node's cache that it may be
-AHEAD_NBYTES, AHEAD_SHARE = 256 << 20, 4
+AHEAD_NBYTES, AHEAD_SHARE = 128 << 20, 8
 WITHIN_S = 300.0  # how long a store may be silent, slow or asking to wait before a reader fails
 RUN_NBYTES = 1 << 20  # of neighbours that are fetched ahead by one request
 TRIES = 2  # fetches of a chunk whose hash is wrong: once more, since the way may have been at fault

@@ -28,7 +28,8 @@ from storage.own_folders import own_folder
 FOLDER, GIB = "HARNESS_DATA_CACHE", "HARNESS_DATA_CACHE_GIB"  # variables
 NONE = "off"
 FREE_SHARE = 10  # by default one part of so many of the disk that is free
-LEAST_NBYTES = 16 << 20  # a smaller one is of no use
+# of one whose bound nobody said: a smaller one is of no use, of a larger one the files are too many
+LEAST_NBYTES, MOST_NBYTES = 16 << 20, 64 << 30
 TURN_WAIT_S = 60.0  # for another process to fetch a chunk; then we fetch it ourselves
 TURNS = 3  # hex digits: so many chunks are told apart by their locks (16 to the power)
 
@@ -82,7 +83,7 @@ def opened(
     """The cache for what lies at `url`. `cache`: a folder; "": what HARNESS_DATA_CACHE says, by
     default the user's cache folder, and none for a corpus that is a folder itself; None or "off":
     none. `disk_nbytes`: its bound; None: what HARNESS_DATA_CACHE_GIB says, by default a tenth of
-    what is free on that disk and of what the cache holds. None as well, with a warning, if it
+    what is free on that disk and of what the cache holds, at most 64 GiB. None as well, with a warning, if it
     cannot be used. Raises BadInput."""
     where = NONE if cache is None else os.fspath(cache) or environ.get(FOLDER, "")
     bound = _bound(disk_nbytes, environ)
@@ -92,8 +93,9 @@ def opened(
     try:
         own_folder(folder)
         if bound is None:
-            found = FolderTier("cache", folder, 0).nbytes
-            bound = (shutil.disk_usage(folder).free + found) // FREE_SHARE
+            filed = FolderTier("cache", folder, 0).filed_nbytes
+            bound = (shutil.disk_usage(folder).free + filed) // FREE_SHARE
+            bound = min(MOST_NBYTES, bound)
         if bound < LEAST_NBYTES and disk_nbytes is None:
             raise OSError(f"its disk has room for {bound >> 20} MiB only")
         return NodeCache(folder, bound)

@@ -237,9 +237,9 @@ def named_by(fingerprint: str, url: str) -> Tokens | Records:
     dataset: Tokens | Records
     if length:
         shape = "" if boundaries == "plain" else boundaries
-        dataset = Tokens(url, int(length), split=split, boundaries=shape)
+        dataset = Tokens(url, int(length), split=split, boundaries=shape, cache=None)
     else:
-        dataset = Records(url, split=split)
+        dataset = Records(url, split=split, cache=None)
     if dataset.card.content != content:
         raise BadInput(
             f"{url}: wanted the corpus that the run read, with content {content}, found another, "
