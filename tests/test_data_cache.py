@@ -368,6 +368,12 @@ def test_a_resize_reads_the_same_through_the_same_cache(corpus, tmp_path):
     assert two[1].traffic[0].nbytes[CACHE] + alone.traffic[0].nbytes[CACHE] > 0
 
 
+def test_nothing_is_fetched_ahead_for_processes_that_read_by_themselves(corpus):
+    dataset = harness.data.Tokens(corpus, 64)
+    assert dataset.ahead_nbytes(1) == 0 and len(steps(dataset, 1, 0, 1, 4, workers=1)) == 32
+    assert dataset.traffic[0].requests == 0
+
+
 # ---- a bucket ------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def bucket(tmp_path_factory):

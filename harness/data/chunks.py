@@ -36,7 +36,7 @@ from harness.data.card import (
     index_key,
     shard_key,
 )
-from harness.data.forked import Parent, can_serve
+from harness.data.forked import Parent, can_serve, forks
 from harness.data.node_cache import NodeCache, opened
 from storage.chunks import is_chunk
 from storage.errors import NotFound, StoreError
@@ -138,9 +138,11 @@ class Chunks:
 
     def ahead_nbytes(self, processes: int) -> int:
         """The most that one of so many processes of this node may fetch ahead: what one brings
-        pushes out neither its own nor what the others will read."""
+        pushes out neither its own nor what the others will read. 0: it would serve nobody, as the
+        processes of a DataLoader read for themselves."""
         if self.cache is None:
-            return self.room * self.index.chunk_nbytes // 2
+            serves = can_serve(self.where) and forks()
+            return self.room * self.index.chunk_nbytes // 2 if serves else 0
         return min(AHEAD_NBYTES, self.cache.nbytes // AHEAD_SHARE // processes)
 
     def nbytes(self, number: int) -> int:
@@ -407,6 +409,7 @@ class CorpusReader:
             cache = opened(self.url, *self._disk)
             made = Chunks(index, fetch, self.url, self._cache_nbytes, cache, fetch_run=runs)
             if can_serve(self.url):
+                _ = index.starts  # computed before anybody is forked, and under a lock
                 self._parent = Parent(made.serve, self._within_s * TRIES)
                 weakref.finalize(self, self._parent.close).atexit = False
         self._opened = os.getpid(), made

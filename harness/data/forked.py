@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import secrets
 import socket
@@ -110,6 +111,12 @@ class Parent:
 def can_serve(url: str) -> bool:
     """Must, and can, forked processes be served? A folder they read themselves."""
     return not url.startswith(("file://", "memory://")) and sys.platform == "linux"
+
+
+def forks() -> bool:
+    """Is that how a DataLoader starts processes, unless it is told otherwise?"""
+    usual = multiprocessing.get_all_start_methods()[0]
+    return (multiprocessing.get_start_method(allow_none=True) or usual) == "fork"
 
 
 def _received(wire: socket.socket, nbytes: int) -> bytes:

@@ -83,8 +83,8 @@ def opened(
     """The cache for what lies at `url`. `cache`: a folder; "": what HARNESS_DATA_CACHE says, by
     default the user's cache folder, and none for a corpus that is a folder itself; None or "off":
     none. `disk_nbytes`: its bound; None: what HARNESS_DATA_CACHE_GIB says, by default a tenth of
-    what is free on that disk and of what the cache holds, at most 64 GiB. None as well, with a warning, if it
-    cannot be used. Raises BadInput."""
+    what is free on that disk and of what the cache holds, at most 64 GiB. None as well, with a
+    warning, if it cannot be used. Raises BadInput."""
     where = NONE if cache is None else os.fspath(cache) or environ.get(FOLDER, "")
     bound = _bound(disk_nbytes, environ)
     if where == NONE or bound == 0 or (not where and url.startswith(("file://", "memory://"))):

@@ -158,7 +158,7 @@ def map_style(
     batches: Iterator[MicroBatch] = iter(
         loader
     )  # forks its processes, before there are threads that fetch
-    if isinstance(dataset, ReadsAhead):
+    if isinstance(dataset, ReadsAhead) and dataset.ahead_nbytes(processes):
         to_come = ([index for _, index in keys] for keys in order)
         batches = Prefetch(dataset, to_come, processes, tell).over(batches)
     yield from batches

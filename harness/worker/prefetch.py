@@ -55,7 +55,8 @@ class ReadsAhead(Protocol):
         """What these samples lie in. May read what says so. Raises HarnessError, StoreError."""
 
     def ahead_nbytes(self, processes: int) -> int:
-        """The most that may be fetched ahead by one of so many processes of this node."""
+        """The most that may be fetched ahead by one of so many processes of this node; 0: nothing
+        may."""
 
 
 class Prefetch:
