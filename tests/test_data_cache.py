@@ -129,7 +129,7 @@ def test_killed_while_filling_nothing_wrong_is_read(corpus, tokens, tmp_path):
             dataset = harness.data.Tokens(corpus, 64, cache=node, disk_nbytes=budget)
             whole(dataset, seed)
 
-    for _ in range(25):
+    for _ in range(16):
         pids = [forked(fill) for _ in range(2)]
         time.sleep(rng.uniform(0.0, 0.04))
         for pid in pids:
@@ -310,6 +310,20 @@ def test_a_piece_counts_once_and_a_large_micro_batch_passes_alone():
         assert prefetch.ahead_nbytes == 1800
         prefetch.taken()
         until(lambda: len(shelf.warmed) == 21)
+    finally:
+        prefetch.close()
+
+
+def test_what_is_open_does_not_hinder_what_comes_next():
+    """As blocks are read: the same pieces for many micro-batches, and then others at once."""
+    shelf = Shelf(most=400)
+    order = [[0, 2, 4, 6]] * 20 + [[8, 10, 12, 14]] * 20
+    prefetch = Prefetch(shelf, order, 1, print)
+    try:
+        until(lambda: len(shelf.warmed) == 4)
+        prefetch.taken()  # the first four are in use, and needed for long
+        until(lambda: len(shelf.warmed) == 8)
+        assert sorted(shelf.warmed) == list(range(8)) and prefetch.ahead_nbytes == 400
     finally:
         prefetch.close()
 

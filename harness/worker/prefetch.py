@@ -24,6 +24,7 @@ from storage.errors import StoreError
 T = TypeVar("T")
 AT_ONCE = 16  # requests on their way
 LATE_S = 10.0  # a wait for data that is told of
+MOST_MICROS = 4096  # micro-batches that it looks ahead
 BREATHS = 8  # one part of so many of what may be ahead is asked for at a time
 TELL_EVERY_S = 60.0  # ... and again after so long
 SEEN, LEAST_S = 10, 1e-3  # readings from which a rate is told
@@ -74,14 +75,16 @@ class Prefetch:
         self._dataset, self._batches, self._tell = dataset, batches, tell
         self._late_s = late_s
         self._most_nbytes = dataset.ahead_nbytes(processes)
-        self.ahead_nbytes = 0  # of pieces that micro-batches to come lie in
+        self.ahead_nbytes = 0  # of pieces that no micro-batch was given of so far
         self._taken = 0  # micro-batches that were given
-        self._last: dict[DataPiece, int] = {}  # the last micro-batch that a piece is needed for
+        # these; and of each piece the last micro-batch that it is known to be needed for
+        self._unused: set[DataPiece] = set()
+        self._last: dict[DataPiece, int] = {}
         self._window: deque[tuple[int, list[DataPiece]]] = deque()
         lock = threading.Lock()
         self._room, self._asked = threading.Condition(lock), threading.Condition(lock)
         self._closed = threading.Event()
-        self._waits_s, self._told_s = math.inf, -math.inf
+        self._waits_s = math.inf
         self._queue: deque[DataPiece] = deque()
         # daemons: a store that is silent shall keep nobody from leaving
         for do in (self._walk, self._watch, *[self._fetch] * AT_ONCE):
@@ -111,9 +114,11 @@ class Prefetch:
             while self._window and self._window[0][0] < self._taken:
                 number, pieces = self._window.popleft()
                 for piece in pieces:
+                    if piece in self._unused:
+                        self._unused.remove(piece)
+                        self.ahead_nbytes -= piece.nbytes
                     if self._last[piece] == number:
                         del self._last[piece]
-                        self.ahead_nbytes -= piece.nbytes
             self._room.notify()
 
     def close(self) -> None:
@@ -138,7 +143,8 @@ class Prefetch:
             while True:
                 fresh = [piece for piece in pieces if piece not in self._last]
                 more = sum(piece.nbytes for piece in fresh)
-                if self._closed.is_set() or not self._window or self.ahead_nbytes + more <= most:
+                fits = not self.ahead_nbytes or self.ahead_nbytes + more <= most
+                if self._closed.is_set() or (fits and len(self._window) < MOST_MICROS):
                     break
                 # then for several at a time, so that neighbours come by one request
                 most = self._most_nbytes - self._most_nbytes // BREATHS
@@ -147,6 +153,7 @@ class Prefetch:
                 return not self._closed.is_set()
             self._window.append((number, list(pieces)))
             self._last.update(dict.fromkeys(pieces, number))
+            self._unused.update(fresh)
             self.ahead_nbytes += more
             self._queue += fresh
             self._asked.notify(len(fresh))
@@ -171,11 +178,12 @@ class Prefetch:
     def _watch(self) -> None:
         """Names what a rank waits for, while it waits."""
         seen: deque[tuple[float, int]] = deque(maxlen=SEEN)
+        told_s = -math.inf
         while not self._closed.wait(self._late_s / SEEN):
             now_s = time.monotonic()
             seen.append((now_s, sum(one.nbytes[one.far] for one in self._dataset.traffic)))
-            if now_s - self._waits_s >= self._late_s and now_s - self._told_s >= TELL_EVERY_S:
-                self._told_s = now_s
+            if now_s - self._waits_s >= self._late_s and now_s - told_s >= TELL_EVERY_S:
+                told_s = now_s
                 (then_s, before), (_, read) = seen[0], seen[-1]
                 rate = (read - before) / max(now_s - then_s, LEAST_S)
                 self._tell(self._late(now_s, rate))
