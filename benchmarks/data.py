@@ -3,6 +3,7 @@ network.
 
     python benchmarks/data.py                        # BPE, trained here; needs tokenizers
     python benchmarks/data.py --mb 1000 --rounds 5 --tokenizer path/to/tokenizer.json
+    python benchmarks/data.py --read                 # how it is read; needs SeaweedFS or moto
 
 Text: this computer's Python standard library, repeated with other numbers in each line up to
 `--mb`, as files of 1 MB. alone: `--jobs` processes that do nothing but tokenize the same texts,
@@ -27,6 +28,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import data_reading
 
 from harness.data.documents import DocumentRules, pieces
 from harness.data.prepare import PreparePlan, prepare
@@ -121,7 +124,25 @@ def main() -> None:
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--unit-mib", type=int, default=4)
     p.add_argument("--tokenizer", default="bpe")
+    reading = p.add_argument_group("reading")
+    reading.add_argument("--read", action="store_true", help="time reading, not preparing")
+    reading.add_argument("--gb", type=float, default=2.0, help="of corpus")
+    reading.add_argument("--server", choices=("weed", "moto"), default="weed")
+    reading.add_argument("--ways", default="ours,streaming,copy")
+    reading.add_argument("--latency-ms", type=float, default=20.0)
+    reading.add_argument("--mb-per-s", type=float, default=50.0, help="of a connection")
+    reading.add_argument("--cache", type=float, default=0.1, help="share of the corpus")
+    reading.add_argument("--length", type=int, default=2048, help="tokens of a sample")
+    reading.add_argument("--batch", type=int, default=32, help="samples of a micro-batch")
+    reading.add_argument("--workers", type=int, default=2, help="processes of the loader")
+    reading.add_argument("--samples", type=int, default=100_000)
+    reading.add_argument("--steps", type=int, default=200)
+    reading.add_argument("--step-ms", type=float, default=20.0)
+    reading.add_argument("--predownload", type=int, default=0, help="samples; 0: its default")
     a = p.parse_args()
+    if a.read:
+        data_reading.measure(a)
+        return
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory(prefix="bench-data-") as root:
         folder = Path(root) / "text"

@@ -49,7 +49,7 @@ class FolderTier:
             return None
 
     def put(self, chunks: Mapping[str, bytes | memoryview]) -> int:
-        wanted = {id: data for id, data in chunks.items() if not self._touch(id)}
+        wanted = {id: data for id, data in chunks.items() if not self.touch(id)}
         filed = len(chunks) - len(wanted)
         wanted = {id: data for id, data in wanted.items() if len(data) <= self.budget_nbytes}
         with self.locked("put", FOLDER_LOCK_S) if wanted else contextlib.nullcontext(False) as mine:
@@ -74,6 +74,7 @@ class FolderTier:
     def _make_room(self, need: int, stay: Collection[str]) -> int:
         """Drop the least recently used for `need` bytes, and for a share of the budget, so that the
         folder is not listed for each put. Returns the bytes that are there then."""
+        self._drop_halves()
         there = sorted(self._entries())
         used = sum(nbytes for _, nbytes, _ in there)
         if used + need <= self.budget_nbytes:
@@ -123,6 +124,12 @@ class FolderTier:
     def nbytes(self) -> int:
         return sum(nbytes for _, nbytes, _ in self._entries())
 
+    @property
+    def filed_nbytes(self) -> int:
+        """`nbytes` or somewhat more, mostly without listing all that is there."""
+        used = self._used()
+        return self.nbytes if used is None else used
+
     @contextlib.contextmanager
     def locked(self, name: str, wait_s: float) -> Iterator[bool]:
         """One process of the node, and one thread of it, at a time. False: not within `wait_s`.
@@ -146,7 +153,8 @@ class FolderTier:
         finally:
             os.close(fd)
 
-    def _touch(self, id: str) -> bool:
+    def touch(self, id: str) -> bool:
+        """It was used now. False: it is not there."""
         try:
             os.utime(self._folder / id)
         except OSError:
@@ -162,9 +170,17 @@ class FolderTier:
             new.unlink(missing_ok=True)
             raise
 
+    def _drop_halves(self) -> None:
+        """What killed writers left half written. Who writes holds "put", as its caller does, so
+        nobody writes them any more."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self._folder):
+                if name.startswith("."):
+                    self.drop(name)
+
     def _entries(self) -> Iterator[tuple[int, int, str]]:
         """(last use in ns, bytes, id) of every chunk; what a killed writer left half written is
-        none (see OwnedFolder)."""
+        none."""
         try:
             names = os.listdir(self._folder)
         except OSError:

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
-    "core": {"batch", "blocks", "calls", "columns", "dotted", "exposition", "fact_lines", "facts", "identity", "known", "losses", "masking", "mesh", "mesh_plan", "meshes", "mixing", "models", "plain", "prices", "records", "setups", "signing", "stages", "steps_asked", "values", "world"},
+    "core": {"batch", "blocks", "calls", "columns", "dotted", "exposition", "fact_lines", "facts", "identity", "known", "losses", "masking", "mesh", "mesh_plan", "meshes", "mixing", "models", "plain", "prices", "records", "setups", "signing", "stages", "steps_asked", "traffic", "values", "world"},
     "bucket": {"alerts", "archive", "beats", "layout", "lease", "limits", "notes", "orders", "recorded", "setups", "side_jobs", "streamed", "tiers", "volumes"},
     "controller": {"allowance", "book", "bounds", "capacity", "choosing", "clocks", "combinators", "deadline", "durations", "fleet", "fleet_prices", "last_call", "learned", "learning", "listening", "policies", "recovery", "remembered", "together", "value", "work_prices"},
     "market": {"fluid", "fluid_prices", "history", "history_shelf", "lookahead", "made_up", "optimum", "optimum_fleet", "rates", "trace_formats", "traces", "wandering"},
@@ -175,6 +175,7 @@ def test_only_composers_read_the_environment():
         "watched.py",
         "keeper.py",
         "replica.py",
+        "node_cache.py",
     }
     for path in (ROOT / "harness").glob("**/*.py"):
         if "os.environ" in path.read_text():

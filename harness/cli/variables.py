@@ -11,6 +11,7 @@ from harness.core.config import Bounds
 from harness.core.steps_asked import StepsAsked
 from harness.core.values import BadObject, parsed
 from harness.core.world import BadInput
+from harness.data.node_cache import gib_nbytes
 
 MOST_ATTEMPTS = 10**6
 TRACKERS = ("wandb", "tensorboard", "mlflow", "jsonl")
@@ -74,6 +75,7 @@ def check_for_workers(env: Mapping[str, str]) -> None:
         "HARNESS_USD_PER_H": lambda text: Bounds().of(text, float),
         "HARNESS_ON_DEMAND_USD_PER_H": lambda text: Bounds().of(text, float),
         "HARNESS_PRELOAD": check_modules,
+        "HARNESS_DATA_CACHE_GIB": gib_nbytes,
     }
     for name, check in checks.items():
         if text := env.get(name, ""):

@@ -1,9 +1,7 @@
-"""Facts: immutable records of what happened. Dashboards, ledgers, reports and audits are renderings
-of them.
+"""Facts: immutable records of what happened. Dashboards, ledgers, reports and audits render them.
 
-Pure. A fact becomes one line of JSON; the lines of one writer are chained by hash
-(`fact_lines.py`), so a changed, lost or reordered fact is found. `journal.py` carries them to the
-bucket.
+Pure. A fact becomes one line of JSON; one writer's lines are chained by hash (`fact_lines.py`), so
+a changed, lost or reordered fact is found. `journal.py` carries them to the bucket.
 """
 
 from __future__ import annotations
@@ -366,7 +364,8 @@ class StepsTimed(Fact):
     """Where the time of steps `first` to `last` went, told by rank 0 every ten seconds or so.
     `seconds`: of one step, mean over steps and ranks, by phase (`PHASES`); they add up to the mean
     wall-clock time from one step's begin to the next one's. Spreads over ranks: of a rank's own
-    time in a step (all but waiting for others), and of its mean loss."""
+    time in a step (all but waiting for others), and of its mean loss. `read_...`: data that all
+    ranks read since it was told before, by where it came from: a URL's scheme, or "cache"."""
 
     epoch: int
     first: int
@@ -380,6 +379,8 @@ class StepsTimed(Fact):
     mfu: Reading | None = None  # of the wall-clock time that `seconds` add up to
     samples: int = 0  # of one step, over all replicas
     tokens: int = 0
+    read_nbytes: dict[str, Natural] = field(default_factory=dict)
+    read_requests: Natural = 0
 
 
 PHASES = (
@@ -439,8 +440,7 @@ class SnapshotCommitted(Fact):
 
 @dataclass(frozen=True)
 class SnapshotReplicated(Fact):
-    """A committed snapshot is in a second bucket as well. `usd`: estimate of what bringing
-    `nbytes` there cost."""
+    """A committed snapshot is in a second bucket as well. `usd`: estimate of what that cost."""
 
     step: int
     epoch: int

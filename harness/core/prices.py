@@ -12,6 +12,7 @@ cloud that trained is taken for it.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from harness.core.facts import (
     SessionStarted,
     SnapshotCommitted,
     Stamped,
+    StepsTimed,
 )
 
 CLOUD_OF = {
@@ -40,6 +42,7 @@ MONTH_S = 30 * 86400.0
 # Requests of one node that trains: its beats, its looks for others and for orders, facts. Measured,
 # at S3's prices (docs/RENDEZVOUS.md, docs/STORES.md); those of other clouds lie near.
 REQUESTS_USD_PER_NODE_H = 0.008
+GET_USD = 4e-7  # of a request that reads data, of S3 Standard (aws.amazon.com/s3/pricing, 2026-11)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,26 @@ class Moved:
     target: str
     nbytes: int
     usd: float
+
+
+@dataclass(frozen=True)
+class DataRead:
+    """What steps read of data. `nbytes`: by a URL's scheme, or "cache", the node's."""
+
+    nbytes: dict[str, int]
+    requests: int
+
+    @property
+    def requests_usd(self) -> float:
+        """0: none of it lies in a cloud's bucket."""
+        return GET_USD * self.requests if any(map(CLOUD_OF.get, self.nbytes)) else 0.0
+
+
+def data_read(facts: Iterable[Stamped]) -> DataRead | None:
+    """Of a whole run, those of its nodes that died untold left out; None: nobody counted."""
+    told = [s.fact for s in facts if isinstance(s.fact, StepsTimed) and s.fact.read_nbytes]
+    nbytes = sum((Counter(one.read_nbytes) for one in told), Counter[str]())
+    return DataRead(dict(nbytes), sum(one.read_requests for one in told)) if told else None
 
 
 @dataclass(frozen=True)
@@ -170,6 +193,11 @@ def _moved(cloud: str, said: Sequence[object], committed: Mapping[int, int]) -> 
             ways[home, at] = ways.get((home, at), 0) + nbytes
         if isinstance(fact, SnapshotCommitted) and (at := place(fact.epoch)):
             ways[at, home] = ways.get((at, home), 0) + fact.nbytes
+        if isinstance(fact, StepsTimed) and (at := place(fact.epoch)):
+            for scheme, nbytes in fact.read_nbytes.items():
+                if other := CLOUD_OF.get(scheme, ""):
+                    source = home if other == cloud else _first_in(other, trained) or other
+                    ways[source, at] = ways.get((source, at), 0) + nbytes
     priced = (
         Moved(a, b, nbytes, transfer_usd(a, b, nbytes)) for (a, b), nbytes in sorted(ways.items())
     )

@@ -1,22 +1,29 @@
 """Bytes of a corpus by ranged reads: the chunk is the unit of reading, of checking by hash, and of
 a small cache in memory.
 
-Knows a store and an index; nothing of tokens, documents or torch. Who has chunks nearer (a cache of
-the node, its neighbours) gives a `Fetch`; it need not be trusted, since each chunk is hashed.
+Knows a store and an index; nothing of tokens, documents or torch. Between the memory and the store
+lies the node's cache on disk (`node_cache.py`). Who has chunks elsewhere gives a `Fetch`; it need
+not be trusted, since each chunk is hashed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import threading
+import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from harness.core.batch import Uint64s
+from harness.core.traffic import CACHE, Traffic
 from harness.core.world import BadInput
 from harness.data.card import (
     CARD,
@@ -30,52 +37,118 @@ from harness.data.card import (
     shard_key,
 )
 from harness.data.foreign_shards import shards_of
-from storage.errors import NotFound
+from harness.data.forked import Parent, can_serve, forks
+from harness.data.node_cache import NodeCache, opened
+from storage.chunks import is_chunk
+from storage.errors import NotFound, StoreError
 from storage.objects import ObjectStore, read_into
 from storage.opening import normalize, open_store
+from storage.parts import BLAKE3
 
 # (hash of a shard, number of its chunk) -> the bytes, as they are; raises StoreError
 Fetch: TypeAlias = Callable[[str, int], bytes]
+# (hash of a shard, number of a chunk, how many in a row) -> their bytes
+FetchRun: TypeAlias = Callable[[str, int, int], bytes]
 AT_ONCE = 16  # ranged reads of one process on their way together
 CACHE_NBYTES = 64 << 20  # chunks that a process keeps
+# what is fetched ahead at most, and the share of the node's cache that it may be
+AHEAD_NBYTES, AHEAD_SHARE = 128 << 20, 8
 WITHIN_S = 300.0  # how long a store may be silent, slow or asking to wait before a reader fails
+RUN_NBYTES = 1 << 20  # of neighbours that are fetched ahead by one request
 TRIES = 2  # fetches of a chunk whose hash is wrong: once more, since the way may have been at fault
 
 
 class Chunks:
-    """The bytes of a split, by their places in the row of its chunks. `read_nbytes`: fetched so
-    far. Any thread may call it."""
+    """The bytes of a split, by their places in the row of its chunks. Any thread may call it.
+
+    `cache`: the node's; `ask`: of a process that was forked, who reads the store for it
+    (`forked.py`). `traffic`: what was fetched so far.
+    """
 
     def __init__(
-        self, index: CorpusIndex, fetch: Fetch, where: str, cache_nbytes: int = CACHE_NBYTES
+        self,
+        index: CorpusIndex,
+        fetch: Fetch,
+        where: str,
+        cache_nbytes: int = CACHE_NBYTES,
+        cache: NodeCache | None = None,
+        ask: Callable[[int], bytes] | None = None,
+        fetch_run: FetchRun | None = None,
     ):
-        self.index, self.where, self._fetch = index, where, fetch
-        self.read_nbytes = 0
-        self._room = max(1, cache_nbytes // index.chunk_nbytes)
+        self.index, self.where, self._fetch, self.cache = index, where, fetch, cache
+        self._ask, self._fetch_run = ask, fetch_run
+        self._far_url = index.source or where  # of the data, which may be files of others
+        self.traffic = Traffic(self._far_url.partition("://")[0])
+        self.room = max(1, cache_nbytes // index.chunk_nbytes)  # chunks that are held
         self._held: OrderedDict[int, bytes] = OrderedDict()
         self._hashed = np.zeros(len(index.hashes), np.bool_)  # which were read here, and are right
+        self._coming: dict[int, Future[bytes]] = {}
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
+
+    @property
+    def read_nbytes(self) -> int:
+        """Fetched so far, from wherever it lies but the node's cache."""
+        return self.traffic.nbytes[self.traffic.far]
 
     def read(self, start: int, end: int) -> bytes:
         """The bytes [start, end) of the row. Raises CorpusCorrupt, StoreError."""
         numbers = self.index.chunks_of(start, end)
-        found = b"".join(self._chunk(number) for number in numbers)
+        found = b"".join(self.chunk(number) for number in numbers)
         begin = start - int(self.index.starts[numbers.start]) if numbers else 0
         return found[begin : begin + end - start]
+
+    def chunk(self, number: int) -> bytes:
+        """Raises CorpusCorrupt, StoreError."""
+        return self._chunk(number)
+
+    def serve(self, number: int) -> bytes:
+        """For a process that was forked. As `chunk`; kept here only if nobody else keeps it."""
+        return self._chunk(number, keep=self.cache is None)
 
     def ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Fetch the chunks of these ranges that are not held, several at once; no more than are
         held together."""
         wanted = dict.fromkeys(n for start, end in ranges for n in self.index.chunks_of(start, end))
         with self._lock:
-            missing = [n for n in wanted if n not in self._held][: self._room]
+            missing = [n for n in wanted if n not in self._held][: self.room]
         if len(missing) < 2:
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(AT_ONCE, "chunks")
         for _ in self._pool.map(self._chunk, missing):
             pass
+
+    def pieces(self, ranges: Iterable[tuple[int, int]]) -> list[ChunkAhead]:
+        """What these ranges lie in."""
+        wanted = dict.fromkeys(n for start, end in ranges for n in self.index.chunks_of(start, end))
+        return [ChunkAhead(self, number) for number in wanted]
+
+    def warm(self, numbers: Sequence[int]) -> None:
+        """Bring chunks near that will be read soon: into the node's cache, or the memory of this
+        process if there is none. Raises nothing: who reads them hears of what is wrong."""
+        if self.cache is not None:
+            near = [number for number in numbers if self.cache.touch(self._id(number))]
+            self.traffic.nbytes[CACHE] += sum(map(self.nbytes, near))
+            numbers = sorted({*numbers} - {*near})
+        with self._lock:
+            mine = [n for n in numbers if n not in self._held and n not in self._coming]
+            coming = {n: Future[bytes]() for n in mine}
+            self._coming |= coming
+        if mine:
+            self._bring(coming, keep=self.cache is None)
+
+    def ahead_nbytes(self, processes: int) -> int:
+        """The most that one of so many processes of this node may fetch ahead: what one brings
+        pushes out neither its own nor what the others will read. 0: it would serve nobody, as the
+        processes of a DataLoader read for themselves."""
+        if self.cache is None:
+            serves = can_serve(self._far_url) and forks()
+            return self.room * self.index.chunk_nbytes // 2 if serves else 0
+        return min(AHEAD_NBYTES, self.cache.nbytes // AHEAD_SHARE // processes)
+
+    def nbytes(self, number: int) -> int:
+        return int(self.index.starts[number + 1] - self.index.starts[number])
 
     def ids(self, chunks: Int64Array) -> Uint64s:
         """As `CorpusIndex.ids`, but of their bytes as they were read here: nothing is given away
@@ -84,27 +157,128 @@ class Chunks:
             self._chunk(number)
         return self.index.ids(chunks)
 
-    def _chunk(self, number: int) -> bytes:
+    def _id(self, number: int) -> str:
+        """What the node's cache knows it by."""
+        return f"{BLAKE3}{self.index.hashes[number].tobytes().hex()}-{self.nbytes(number)}"
+
+    def _chunk(self, number: int, keep: bool = True) -> bytes:
+        """`keep`: it is about to be read here."""
         with self._lock:
             if (held := self._held.get(number)) is not None:
                 self._held.move_to_end(number)
                 return held
-        held = self._fetched(number)
-        with self._lock:
-            self.read_nbytes += len(held)
-            self._held[number], self._hashed[number] = held, True
-            while len(self._held) > self._room:
-                self._held.popitem(last=False)
-        return held
+            there = self._coming.get(number)
+            if there is None:
+                coming = self._coming[number] = Future()
+        if there is None:
+            self._bring({number: coming}, keep)
+            return coming.result()
+        found = there.result()
+        if keep:
+            self._keep(number, found)
+        return found
 
-    def _fetched(self, number: int) -> bytes:
+    def _keep(self, number: int, found: bytes) -> None:
+        with self._lock:
+            self._held[number] = found
+            while len(self._held) > self.room:
+                self._held.popitem(last=False)
+
+    def _bring(self, coming: Mapping[int, Future[bytes]], keep: bool) -> None:
+        """Fetch these chunks, which others may be waiting for already."""
+        try:
+            found = self._near(list(coming))
+        except BaseException as e:
+            found = dict.fromkeys(coming, e)
+        for number, future in coming.items():
+            one = found[number]
+            if isinstance(one, BaseException):
+                future.set_exception(one)
+            else:
+                self._hashed[number] = True
+                future.set_result(one)
+                if keep:
+                    self._keep(number, one)
+        with self._lock:
+            for number in coming:
+                del self._coming[number]
+
+    def _near(self, numbers: Sequence[int]) -> dict[int, bytes | BaseException]:
+        """From the node's cache, or through it."""
+        found: dict[int, bytes | BaseException] = {}
+        found |= self._cached(numbers)
+        if (cache := self.cache) is None or self._ask is not None:  # it fills the cache as well
+            return found | self._far_each([n for n in numbers if n not in found])
+        if missing := {n: self._id(n) for n in numbers if n not in found}:
+            with cache.turn(missing.values()):
+                found |= self._cached(list(missing))
+                fresh = self._far_each([n for n in missing if n not in found])
+                right = {missing[n]: one for n, one in fresh.items() if isinstance(one, bytes)}
+                cache.put(right)
+                found |= fresh
+        return found
+
+    def _cached(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        found: dict[int, bytes] = {}
+        if (cache := self.cache) is None:
+            return found
+        for number in numbers:
+            id = self._id(number)
+            if (data := cache.get(id)) is None:
+                continue
+            if is_chunk(id, data):
+                found[number] = data
+            else:  # the disk's fault, not the store's
+                cache.drop(id)
+        return found
+
+    def _far_each(self, numbers: Sequence[int]) -> dict[int, bytes | BaseException]:
+        """Neighbours by one request, if they are right; each by itself otherwise."""
+        found: dict[int, bytes | BaseException] = {}
+        for number in numbers:
+            if number in found:
+                continue
+            try:
+                found |= self._far_run(number, numbers)
+                if number not in found:
+                    found[number] = self._far(number)
+            except (CorpusCorrupt, StoreError) as e:
+                found[number] = e
+        return found
+
+    def _far_run(self, first: int, numbers: Sequence[int]) -> dict[int, bytes]:
+        """As many of `numbers` as follow one another in a shard from `first` on, and are right;
+        {}: there is but one, or they can only be asked for one by one. Raises StoreError."""
+        shard, within = self.index.place(first)
+        count = next(i for i in itertools.count(1) if first + i not in numbers)
+        left = int(self.index.first_chunks[self.index.shard_of(first) + 1]) - first
+        count = min(count, left, max(1, RUN_NBYTES // self.index.chunk_nbytes))
+        if self._fetch_run is None or self._ask is not None or count < 2:
+            return {}
+        try:
+            where = self.index.told(self.index.shard_of(first), self.where)
+            with self._noted(f"{where}#{within}"):
+                data = memoryview(self._fetch_run(shard, within, count))
+                self._count(len(data))
+        except NotFound:
+            return {}  # its own way says what is missing
+        found: dict[int, bytes] = {}
+        for i in range(count):
+            one = data[i * self.index.chunk_nbytes :][: self.nbytes(first + i)]
+            if hash_of(one) == self.index.hashes[first + i].tobytes():
+                found[first + i] = bytes(one)
+        return found
+
+    def _far(self, number: int) -> bytes:
+        """Raises CorpusCorrupt, StoreError."""
         shard, within = self.index.place(number)
-        wanted = self.index.hashes[number].tobytes()
-        nbytes = int(self.index.starts[number + 1] - self.index.starts[number])
+        wanted, nbytes = self.index.hashes[number].tobytes(), self.nbytes(number)
         where, data = self.index.told(self.index.shard_of(number), self.where), b""
         for _ in range(TRIES):
             try:
-                data = self._fetch(shard, within)
+                with self._noted(f"{where}#{within}"):
+                    data = self._ask(number) if self._ask else self._fetch(shard, within)
+                    self._count(len(data))
             except NotFound as e:
                 raise CorpusCorrupt(
                     f"{where}: wanted a shard that the corpus consists of, found none; restore it, "
@@ -120,12 +294,52 @@ class Chunks:
             "corpus again; `harness data verify` names all that is damaged"
         )
 
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.traffic.requests += 1
+            self.traffic.nbytes[self.traffic.far] += nbytes
+
+    @contextlib.contextmanager
+    def _noted(self, what: str) -> Iterator[None]:
+        """It is on its way."""
+        self.traffic.coming[what] = time.monotonic()
+        try:
+            yield
+        finally:
+            self.traffic.coming.pop(what, None)
+
+
+@dataclass(frozen=True)
+class ChunkAhead:
+    """Chunks in a row that will be read, mostly one: what `run.steps` fetches ahead."""
+
+    chunks: Chunks
+    first: int
+    count: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.chunks.nbytes(self.first + i) for i in range(self.count))
+
+    def joined(self, other: object) -> ChunkAhead | None:
+        """Both by one request; None: they do not follow one another, or are too many."""
+        if not isinstance(other, ChunkAhead) or other.chunks is not self.chunks:
+            return None
+        follows = other.first == self.first + self.count
+        if not follows or self.nbytes + other.nbytes > RUN_NBYTES:
+            return None
+        return ChunkAhead(self.chunks, self.first, self.count + other.count)
+
+    def warm(self) -> None:
+        self.chunks.warm(range(self.first, self.first + self.count))
+
 
 class CorpusReader:
     """One split of a corpus, for any process: what is open is opened in the process that uses it,
     and never pickled. `fetch`: makes a `Fetch` of (store, bytes of a chunk); see `from_store`.
-    `source`: where the files of others are now that the corpus consists of, if they were moved.
-    Raises BadInput, CorpusCorrupt, StoreError."""
+    `cache`, `disk_nbytes`: the node's cache (see `node_cache.opened`). `source`: where the files of
+    others are now that the corpus consists of, if they were moved. Raises BadInput, CorpusCorrupt,
+    StoreError."""
 
     def __init__(
         self,
@@ -135,13 +349,18 @@ class CorpusReader:
         *,
         fetch: Callable[[ObjectStore, int], Fetch] | None = None,
         cache_nbytes: int = CACHE_NBYTES,
+        cache: str | os.PathLike[str] | None = "",
+        disk_nbytes: int | None = None,
         within_s: float = WITHIN_S,
         source: str = "",
     ):
         self.url, self._source = normalize(url), source
         self._fetch, self._cache_nbytes, self._within_s = fetch, cache_nbytes, within_s
+        self._disk = cache, disk_nbytes
         self._opened: tuple[int, Chunks] | None = None  # the process that did it
-        self.card = card_of(self._store())
+        self._parent: Parent | None = None
+        store = self._store()
+        self.card = card_of(store)
         found = self.card.split(split)
         if self.card.kind != kind:
             other = {"tokens": "Tokens", "records": "Records"}[self.card.kind]
@@ -150,19 +369,17 @@ class CorpusReader:
             there = ", ".join(one.name for one in self.card.splits)
             raise BadInput(f"{url}: wanted the split {split!r}, found {there}")
         self.split = found
+        if can_serve(self._far_url):
+            self._open(store)  # before anybody is forked
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None}
+        return {**self.__dict__, "_opened": None, "_parent": None}
 
     @property
     def chunks(self) -> Chunks:
-        """Of this process: one that was forked opens its own connections."""
+        """Of this process."""
         if self._opened is None or self._opened[0] != os.getpid():
-            store = self._store()
-            index = index_of(store, self.card, self.split)
-            store, index = shards_of(store, self.card, index, self._source, self._within_s)
-            fetch = (self._fetch or from_store)(store, index.chunk_nbytes)
-            self._opened = os.getpid(), Chunks(index, fetch, self.url, self._cache_nbytes)
+            return self._open(None)
         return self._opened[1]
 
     @property
@@ -180,15 +397,48 @@ class CorpusReader:
         """A fingerprint: the same wherever the corpus lies, another for any other content."""
         return f"corpus:{self.card.content}:{self.split.name}:{what}"
 
+    @property
+    def _far_url(self) -> str:
+        """Where the data lie: files of others elsewhere."""
+        return normalize(self._source or self.card.source) if self.card.layout else self.url
+
     def _store(self) -> ObjectStore:
         return open_store(self.url, retry_within_s=self._within_s)
+
+    def _open(self, store: ObjectStore | None) -> Chunks:
+        """One that was forked opens its own connections, or asks who opened the corpus."""
+        parent, before = self._parent, self._opened
+        if parent is not None and before is not None:
+            theirs = before[1]
+            cache = theirs.cache and NodeCache(theirs.cache.folder, theirs.cache.nbytes)
+            made = Chunks(
+                theirs.index, theirs._fetch, self.url, self._cache_nbytes, cache, parent.ask
+            )
+        else:
+            store = store or self._store()
+            index = index_of(store, self.card, self.split)
+            store, index = shards_of(store, self.card, index, self._source, self._within_s)
+            fetch = (self._fetch or from_store)(store, index.chunk_nbytes)
+            runs = None if self._fetch else runs_from_store(store, index.chunk_nbytes)
+            cache = opened(self._far_url, *self._disk)
+            made = Chunks(index, fetch, self.url, self._cache_nbytes, cache, fetch_run=runs)
+            if can_serve(self._far_url):
+                _ = index.starts  # computed before anybody is forked, and under a lock
+                self._parent = Parent(made.serve, self._within_s * TRIES)
+                weakref.finalize(self, self._parent.close).atexit = False
+        self._opened = os.getpid(), made
+        return made
 
 
 def from_store(store: ObjectStore, chunk_nbytes: int) -> Fetch:
     """Chunks by ranged reads of the corpus itself."""
+    run = runs_from_store(store, chunk_nbytes)
+    return lambda shard, chunk: run(shard, chunk, 1)
 
-    def fetch(shard: str, chunk: int) -> bytes:
-        buffer = bytearray(chunk_nbytes)
+
+def runs_from_store(store: ObjectStore, chunk_nbytes: int) -> FetchRun:
+    def fetch(shard: str, chunk: int, count: int) -> bytes:
+        buffer = bytearray(chunk_nbytes * count)
         found = read_into(store, shard_key(shard), chunk * chunk_nbytes, memoryview(buffer))
         return bytes(memoryview(buffer)[:found])
 

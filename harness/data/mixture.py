@@ -34,6 +34,7 @@ from harness.core.mixing import (
     Weights,
     stretches_of,
 )
+from harness.core.traffic import Traffic
 from harness.core.world import BadInput
 from harness.data.reading import Records, Tokens, named_by
 
@@ -119,6 +120,26 @@ class Mixture:
         for name, places in self._by_source(indices).items():
             if (ahead := getattr(self.sources[name], "read_ahead", None)) is not None:
                 ahead([item for _, item in places])
+
+    @property
+    def traffic(self) -> list[Traffic]:
+        """What this process has read so far, of sources that count it."""
+        return [t for one in self.sources.values() for t in getattr(one, "traffic", ())]
+
+    def pieces(self, indices: Sequence[int]) -> list[Any]:
+        """What these items lie in, of sources that can be fetched ahead."""
+        return [
+            piece
+            for name, places in self._by_source(indices).items()
+            if hasattr(self.sources[name], "pieces")
+            for piece in self.sources[name].pieces([item for _, item in places])
+        ]
+
+    def ahead_nbytes(self, processes: int) -> int:
+        """The most that may be fetched ahead by one of so many processes of this node: they share
+        its cache."""
+        several = [one for one in self.sources.values() if hasattr(one, "ahead_nbytes")]
+        return max((one.ahead_nbytes(processes) for one in several), default=0)
 
     @property
     def fingerprint(self) -> str | None:

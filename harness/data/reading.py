@@ -4,8 +4,8 @@
     for step in run.steps(train, total=..., global_batch=..., micro_batch=...): ...
 
 Runs in the worker and in a DataLoader's processes; needs no torch (a DataLoader makes tensors of
-the arrays). What `run.steps` asks of a dataset besides: `fingerprint`, `read_ahead` and
-`content_ids`.
+the arrays). What `run.steps` asks of a dataset besides: `fingerprint`, `read_ahead`, `content_ids`,
+and what it fetches ahead: `pieces`, `ahead_nbytes`, `traffic`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from harness.core.traffic import Traffic
 from harness.core.world import BadInput
 from harness.data.card import DTYPES, END, RECORDS, TOKENS, CorpusCorrupt, Int64Array
-from harness.data.chunks import CorpusReader
+from harness.data.chunks import ChunkAhead, CorpusReader
 from harness.data.excluding import NEWEST, hashed_anew, history, instead, joined, list_of, marked
 from harness.data.foreign_items import ForeignItems
 from harness.data.framing import unframed
@@ -88,7 +89,29 @@ class _LeavesOut:
         return found
 
 
-class Tokens(_LeavesOut):
+class _Ahead:
+    """What `run.steps` asks of a dataset whose chunks it fetches ahead (`worker/prefetch.py`)."""
+
+    _reader: CorpusReader
+
+    @property
+    def traffic(self) -> list[Traffic]:
+        """What this process has read so far."""
+        return [self._reader.chunks.traffic]
+
+    def pieces(self, indices: Sequence[int]) -> list[ChunkAhead]:
+        """The chunks that these items lie in."""
+        return self._reader.chunks.pieces(self._ranges(indices))
+
+    def ahead_nbytes(self, processes: int) -> int:
+        """The most that may be fetched ahead by one of so many processes of this node."""
+        return self._reader.chunks.ahead_nbytes(processes)
+
+    def _ranges(self, indices: Sequence[int]) -> Ranges:
+        raise NotImplementedError
+
+
+class Tokens(_LeavesOut, _Ahead):
     """Windows of `length` tokens of a corpus, in the order of its documents, not overlapping;
     documents follow one another without padding. Item i: (input (T,), target (T,)), int64 arrays;
     the target is the input one token later.
@@ -195,7 +218,7 @@ class Tokens(_LeavesOut):
         return joined(np.clip(np.stack([first, last], axis=1), 0, len(self)))
 
 
-class Records(_LeavesOut):
+class Records(_LeavesOut, _Ahead):
     """Records of a corpus: whatever was prepared as such, images and audio too, and datasets of
     others that were indexed. Item i: `decode(record)`, or the record itself, a dict of bytes by the
     name of the field. `decode` runs where the item is read, and may draw from the global
@@ -241,7 +264,7 @@ class Records(_LeavesOut):
     def read_ahead(self, indices: Sequence[int]) -> None:
         """Fetch what these items lie in, several reads at once."""
         if (foreign := self._others()) is not None:
-            foreign.read_ahead([_within(i, len(self)) for i in indices])
+            foreign.read_ahead(self._instead(indices))
         else:
             self._reader.chunks.ahead(self._ranges(indices))
 
@@ -329,6 +352,7 @@ def named_by(fingerprint: str, url: str, **reading: Any) -> Tokens | Records:
             "contents"
         )
     content, split, length, boundaries = found.group("content", "split", "length", "boundaries")
+    reading = {"cache": None, **reading}
     dataset: Tokens | Records
     if length:
         shape = "" if boundaries == "plain" else boundaries

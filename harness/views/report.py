@@ -328,6 +328,10 @@ def money_rows(s: Summary) -> list[tuple[str, float, str]]:
     if s.store and s.store.moved:
         ways = "; ".join(f"{nbytes(m.nbytes)} {m.source} to {m.target}" for m in s.store.moved)
         rows.append(("data between places", s.store.moved_usd, f"estimate: {ways}"))
+    if s.data:
+        read = ", ".join(f"{nbytes(n)} from {where}" for where, n in sorted(s.data.nbytes.items()))
+        note = f"estimate: {s.data.requests:,} requests; {read}"
+        rows.append(("reading data", s.data.requests_usd, note))
     return rows
 
 

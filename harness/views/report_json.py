@@ -76,9 +76,8 @@ def to_json(s: Summary) -> dict[str, Any]:
             one.name: [{"step": step, "metrics": metrics} for step, metrics in one.rows]
             for one in s.side_jobs
         },
-        "store": {**dataclasses.asdict(s.store), "moved_usd": s.store.moved_usd}
-        if s.store
-        else None,
+        "data": s.data and {**dataclasses.asdict(s.data), "requests_usd": s.data.requests_usd},
+        "store": s.store and {**dataclasses.asdict(s.store), "moved_usd": s.store.moved_usd},
     }
     cleaned: dict[str, Any] = _finite(body)
     return cleaned

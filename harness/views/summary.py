@@ -112,6 +112,7 @@ class Summary:
     postmortem: Postmortem
     problems: tuple[str, ...] = ()
     store: egress.Estimate | None = None
+    data: egress.DataRead | None = None  # that steps read; None: nobody counted
     speed: SpeedSummary = field(default_factory=SpeedSummary)
     facts: tuple[Stamped, ...] = ()  # by time, without the steps
     norms: tuple[tuple[int, float], ...] = ()  # of gradients, by step; of a long run a sample
@@ -210,6 +211,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         postmortem=postmortem(facts, ledger, steps, records),
         problems=tuple(problems),
         store=egress.estimate(store.url, facts, kept, until_s - started_s),
+        data=egress.data_read(facts),
         facts=tuple(facts),
         norms=_norms(store, records.rows),
         tokens_per_step=sum(tokens) / len(tokens) if tokens else 0.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from harness.core.batch import MAX_SAMPLES, Batching, Plan, SampleOrder, plan
 from harness.core.blocks import Blocks, blocks_for
 from harness.core.identity import said_of
+from harness.core.traffic import Traffic
 from harness.core.world import BadInput
+from harness.data.by_index import refuse_a_part
 from harness.worker.loader import (
     MicroBatch,
     Stream,
@@ -24,23 +26,24 @@ from harness.worker.loader import (
     is_map_style,
     map_style,
     read_again,
-    refuse_a_part,
     same_when_read_again,
 )
 from harness.worker.peers import Peers
 from harness.worker.pipeline import Pipeline
+from harness.worker.prefetch import ReadsAhead
 from storage.names import plain_name
 
 Collate = Callable[[list[Any]], Any]
 
 
 class Feed:
-    """`batching`: None until `steps` is called. `stream`: of data that is read in order only."""
+    """`batching`: None until `steps` is called. `stream`: of data that is read in order only.
+    `processes`: of this node that read."""
 
     plan: Plan
 
-    def __init__(self, peers: Peers, seed: int, speeds: list[float] | None):
-        self._peers, self.seed = peers, seed
+    def __init__(self, peers: Peers, seed: int, speeds: list[float] | None, processes: int = 1):
+        self._peers, self.seed, self._processes = peers, seed, processes
         self._speeds = speeds if speeds and len(set(speeds)) > 1 else None
         self.batching: Batching | None = None
         self.stream: Stream | None = None
@@ -61,8 +64,8 @@ class Feed:
     ) -> Stream | None:
         """Plan who reads what. The stream if one was begun: its place is part of the state. Raises
         BadInput, TooManyRanks."""
-        refuse_a_part(dataset, self._peers.world)
         mapped = is_map_style(dataset)
+        refuse_a_part(dataset, self._peers.world, mapped)
         agree_on_exclusions(dataset, self._peers)
         samples = len(dataset) if mapped else 1 << 62
         self._dataset, self._collate = dataset, collate
@@ -154,8 +157,11 @@ class Feed:
             "are), so no two runs will be the same to the bit"
         )
 
-    def batches(self, first: int, total: int, num_workers: int) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of steps `first` to `total`; a stream gives its own."""
+    def batches(
+        self, first: int, total: int, num_workers: int, tell: Callable[[str], object]
+    ) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of steps `first` to `total`; a stream gives its own. `tell`
+        hears of long waits."""
         assert self.batching is not None
         if not is_map_style(self._dataset):
             return iter(())
@@ -173,7 +179,13 @@ class Feed:
             self._collate,
             num_workers,
             pin,
+            self._processes,
+            tell,
         )
+
+    def traffic(self) -> Sequence[Traffic]:
+        """What this process has read of the data so far, of data that counts it."""
+        return self._dataset.traffic if isinstance(self._dataset, ReadsAhead) else ()
 
 
 def agree_on_exclusions(dataset: Any, peers: Peers) -> None:

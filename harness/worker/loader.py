@@ -20,6 +20,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from harness.core.batch import Batching, Plan, indices, indices_at, sample_seed
 from harness.core.world import BadInput
+from harness.worker.prefetch import Prefetch, ReadsAhead
 
 Keyed = tuple[int, int, Any, int | None]
 
@@ -71,20 +73,26 @@ class _Keyed(Dataset[Any]):
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Keyed]:
         """A micro-batch. A dataset with `read_ahead` fetches it at once."""
+        indices = [index for _, index in keys]
         if (read_ahead := getattr(self.dataset, "read_ahead", None)) is not None:
-            read_ahead([index for _, index in keys])
-        return [self[key] for key in keys]
+            read_ahead(indices)
+        samples = [self._sample(*key) for key in keys]
+        contents = (
+            self.dataset.content_ids(indices).tolist() if self._has_contents else repeat(None)
+        )
+        given = zip(keys, samples, contents, strict=False)
+        return [(*key, sample, content) for key, sample, content in given]
 
     def __getitem__(self, key: tuple[int, int]) -> Keyed:
-        position, index = key
+        return self.__getitems__([key])[0]
+
+    def _sample(self, position: int, index: int) -> Any:
         seed = sample_seed(self.seed, position)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         # not torch.manual_seed: the devices' generators are not used here
         torch.default_generator.manual_seed(seed)
-        sample = self.dataset[index]
-        content = int(self.dataset.content_ids([index])[0]) if self._has_contents else None
-        return position, index, sample, content
+        return self.dataset[index]
 
 
 class _Collate:
@@ -140,16 +148,25 @@ def map_style(
     collate_fn: Any,
     num_workers: int,
     pin: bool,
+    processes: int = 1,
+    tell: Callable[[str], object] = print,
 ) -> Iterator[MicroBatch]:
-    """Micro-batches of this rank for steps first..total, in order."""
+    """Micro-batches of this rank for steps first..total, in order. What they lie in is fetched
+    ahead, if the dataset can say what that is; `processes` and `tell`: see `Prefetch`."""
+    order = _Order(batching, plan, rank, first, total)
     loader: DataLoader[Any] = DataLoader(
         _Keyed(dataset, batching.seed),
-        batch_sampler=_Order(batching, plan, rank, first, total),
+        batch_sampler=order,
         collate_fn=_Collate(collate_fn),
         num_workers=num_workers,
         pin_memory=pin,
     )
-    yield from loader
+    # forks its processes, before there are threads that fetch
+    batches: Iterator[MicroBatch] = iter(loader)
+    if isinstance(dataset, ReadsAhead) and dataset.ahead_nbytes(processes):
+        to_come = ([index for _, index in keys] for keys in order)
+        batches = Prefetch(dataset, to_come, processes, tell).over(batches)
+    yield from batches
 
 
 def read_again(dataset: Any, batching: Batching, step: int, micro: int, collate_fn: Any) -> Any:
@@ -253,25 +270,6 @@ _NOTHING = object()
 
 def is_map_style(dataset: Any) -> bool:
     return hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
-
-
-def refuse_a_part(dataset: Any, world: int) -> None:
-    """Raises BadInput for a stream that would give each rank a part of its own, where every rank
-    must read the same."""
-    read = dataset.dataset if isinstance(dataset, DataLoader) else dataset
-    kinds = {kind.__module__ for kind in type(read).__mro__}
-    if not any(kind.startswith(SPLITTING) for kind in kinds):
-        return
-    if is_map_style(dataset) or world > 1:
-        raise BadInput(
-            f"{type(dataset).__name__} shares itself over the ranks, so that each of {world} would "
-            "see a part of the data; give run.steps harness.data.ByIndex(dataset) of the "
-            "StreamingDataset, which any number of ranks reads whole, or `harness data index` its "
-            "files"
-        )
-
-
-SPLITTING = ("streaming.base.", "litdata.streaming.")  # modules of MosaicML and of LitData
 
 
 def has_contents(dataset: Any) -> bool:

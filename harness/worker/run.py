@@ -120,6 +120,13 @@ class Run:
         self.fact(Warned(self.step if step is None else step, self.epoch, what))
         print(f"harness: {what}", flush=True)
 
+    def warn_anywhere(self, what: str) -> None:
+        """As `warn`, of any rank and thread; for what is seldom."""
+        said = f"rank {self.peers.rank}: {what}"
+        with contextlib.suppress(StoreError):  # kept, and written with what comes next
+            self.fact_here(Warned(self.step, self.epoch, said))
+        print(f"harness: {said}", flush=True)
+
     def record_outcome(self, job: UploadJob, outcome: UploadOutcome) -> None:
         """Of what was sent from this process; the uploader process records the rest."""
         self.fact(fact_of(job, outcome))

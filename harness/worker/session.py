@@ -120,7 +120,9 @@ class Session(PlainLoops):
         hold = Hold(peers, joined, environ.get("HARNESS_STAGE"))
         snapshotter = Snapshotter(peers, joined, training, log, hold, rhythm, last_seen, o.keep)
         resume = Resume(peers, joined, training, hold, last_seen, environ)
-        feed = Feed(peers, o.seed, json.loads(environ.get("HARNESS_SPEEDS", "null")))
+        here = int(environ.get("LOCAL_WORLD_SIZE", 1))
+        feed = Feed(peers, o.seed, json.loads(environ.get("HARNESS_SPEEDS", "null")), here)
+        log.times.traffic = feed.traffic
         self._work = Work(
             peers, joined, training, feed, log, rates, rhythm, snapshotter, votes, timer
         )
@@ -345,7 +347,7 @@ class Session(PlainLoops):
         self._hands.turn(machine.Looped())
         if stream is not None and not self.step:
             self._try_out(dataset)
-        batches = feed.batches(self.step + 1, total, num_workers)
+        batches = feed.batches(self.step + 1, total, num_workers, self._run.warn_anywhere)
         training.strategy.start(self.batching.micro_batches)
         training.strategy.zero()
         self._work.rates.watch(

@@ -9,6 +9,7 @@ long been done.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from harness.core.facts import PHASES, StepsTimed
+from harness.core.traffic import CACHE, Traffic
 from harness.worker.rates import Rates
 from harness.worker.run import Run
 from harness.worker.timing import COMMUNICATION, PhaseTimer
@@ -25,7 +27,7 @@ from harness.worker.timing import COMMUNICATION, PhaseTimer
 # how often: every ten seconds at first, and not quite so often in a long run
 LEAST_EVERY_S, MOST_EVERY_S, SHARE = 10.0, 60.0, 1 / 60
 # what a rank says: seconds by phase, then these
-LOSS, WEIGHT, FLOPS = range(len(PHASES), len(PHASES) + 3)
+LOSS, WEIGHT, FLOPS, FAR, NEAR, REQUESTS = range(len(PHASES), len(PHASES) + 6)
 
 NOTHING = (0.0, 0.0, 0.0)
 
@@ -41,12 +43,16 @@ class Gathering:
 
 
 class StepTimes:
+    """`traffic`: what this rank's process has read so far."""
+
     def __init__(self, run: Run, rates: Rates, timer: PhaseTimer):
         self._run, self._rates, self._timer = run, rates, timer
         # sums of loss, weight and FLOP: of this rank, not told yet; and of the newest step, whose
         # time is known when the next one begins
         self._done, self._newest = NOTHING, NOTHING
         self._samples = self._peak_gflops = 0
+        self.traffic: Callable[[], Sequence[Traffic]] = tuple
+        self._read = np.zeros(3)  # as it was told
         self._gathering: Gathering | None = None
         self._began_s = self._asked_s = time.monotonic()
 
@@ -76,8 +82,9 @@ class StepTimes:
         if not self._timer.steps:
             return
         seconds, steps, last = self._timer.take_seconds()
-        said = [*seconds, *self._done]
-        self._done = NOTHING
+        read = self._read_so_far()
+        said = [*seconds, *self._done, *np.maximum(read - self._read, 0).tolist()]
+        self._done, self._read = NOTHING, read
         mine, group = torch.tensor(said, dtype=torch.float64), self._run.peers.control
         found = self._gathering = Gathering(last, steps, [mine])
         if group is not None:
@@ -93,6 +100,13 @@ class StepTimes:
             found.work.wait()
         if self._run.peers.rank == 0:
             self._run.fact(self._told(found))
+
+    def _read_so_far(self) -> NDArray[np.float64]:
+        """Bytes from afar and from the node's cache, and requests."""
+        there = self.traffic()
+        of = [(one.nbytes[one.far], one.nbytes[CACHE], one.requests) for one in there]
+        total: NDArray[np.float64] = np.array(of, float).reshape(-1, 3).sum(0)
+        return total
 
     def conclude(self) -> None:
         """All ranks leave, at the same point: what is left is told."""
@@ -125,7 +139,16 @@ class StepTimes:
             mfu=rates.mfu(samples, step_s, self._peak_gflops),
             samples=samples,
             tokens=samples * rates.tokens_per_sample,
+            read_nbytes=self._read_by(table[:, FAR].sum(), table[:, NEAR].sum()),
+            read_requests=int(table[:, REQUESTS].sum()),
         )
+
+    def _read_by(self, far: float, near: float) -> dict[str, int]:
+        """By where it came from; of sources in several stores the first is taken for all."""
+        schemes = [one.far for one in self.traffic()]
+        return {
+            name: int(n) for name, n in zip((*schemes[:1], CACHE), (far, near), strict=False) if n
+        }
 
 
 def _spread(values: NDArray[Any]) -> tuple[tuple[float, ...], tuple[int, ...]]:

@@ -1,0 +1,131 @@
+"""One cache of chunks for each node, on its disk, shared by all processes of its user.
+
+    FOLDER/chunks/b3.3f0c...-262144     a chunk, named by its hash and its length
+    FOLDER/locks/                       who fills, and who fetches what
+
+The same chunk of two corpora or runs is one file. Nothing in it is trusted, since each chunk is
+hashed by who reads it, and nothing in it is needed: where it cannot be written a warning says so,
+and reading goes on without. There is no daemon; the holder's death frees a lock, and what it left
+half written goes when room is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from harness.core.world import BadInput
+from storage.errors import StoreError
+from storage.folder_tiers import FolderTier
+from storage.own_folders import own_folder
+
+FOLDER, GIB = "HARNESS_DATA_CACHE", "HARNESS_DATA_CACHE_GIB"  # variables
+NONE = "off"
+FREE_SHARE = 10  # by default one part of so many of the disk that is free
+# of one whose bound nobody said: a smaller one is of no use, of a larger one the files are too many
+LEAST_NBYTES, MOST_NBYTES = 16 << 20, 64 << 30
+TURN_WAIT_S = 60.0  # for another process to fetch a chunk; then we fetch it ourselves
+TURNS = 3  # hex digits: so many chunks are told apart by their locks (16 to the power)
+
+
+class NodeCache:
+    """Chunks by their names (`storage/chunks.py`). Any thread may call it; a process that was
+    forked makes its own."""
+
+    def __init__(self, folder: Path, nbytes: int):
+        """Raises OSError, StoreError if the folder cannot be written or is another user's."""
+        self.folder, self.nbytes = folder, nbytes
+        self._tier = FolderTier("cache", own_folder(folder), nbytes)
+        self._lock = threading.Lock()  # of this process: its threads need not poll for the file's
+        self._warned = False
+
+    def get(self, id: str) -> bytes | None:
+        return self._tier.get(id)
+
+    def touch(self, id: str) -> bool:
+        """It will be read soon. False: it is not there."""
+        return self._tier.touch(id)
+
+    def put(self, chunks: Mapping[str, bytes]) -> None:
+        """Chunks that have these hashes."""
+        with self._lock:
+            filed = self._tier.put(chunks)
+        if filed < len(chunks) and not self._warned:
+            self._warned = True
+            _warn(f"{self.folder} takes no more now (a full disk?); data are read without it")
+
+    def drop(self, id: str) -> None:
+        self._tier.drop(id)
+
+    @contextlib.contextmanager
+    def turn(self, ids: Iterable[str]) -> Iterator[None]:
+        """Around a fetch of these: one process of the node at a time, or after TURN_WAIT_S all the
+        same."""
+        with contextlib.ExitStack() as stack:
+            # in one order for all, so that none waits for who waits for it
+            for digits in sorted({id.partition(".")[2][:TURNS] for id in ids}):
+                stack.enter_context(self._tier.locked(f"fetch-{digits}", TURN_WAIT_S))
+            yield
+
+
+def opened(
+    url: str,
+    cache: str | os.PathLike[str] | None = "",
+    disk_nbytes: int | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> NodeCache | None:
+    """The cache for what lies at `url`. `cache`: a folder; "": what HARNESS_DATA_CACHE says, by
+    default the user's cache folder, and none for a corpus that is a folder itself; None or "off":
+    none. `disk_nbytes`: its bound; None: what HARNESS_DATA_CACHE_GIB says, by default a tenth of
+    what is free on that disk and of what the cache holds, at most 64 GiB. None as well, with a
+    warning, if it cannot be used. Raises BadInput."""
+    where = NONE if cache is None else os.fspath(cache) or environ.get(FOLDER, "")
+    bound = _bound(disk_nbytes, environ)
+    if where == NONE or bound == 0 or (not where and url.startswith(("file://", "memory://"))):
+        return None
+    folder = Path(where).expanduser() if where else _of_user(environ)
+    try:
+        own_folder(folder)
+        if bound is None:
+            filed = FolderTier("cache", folder, 0).filed_nbytes
+            bound = (shutil.disk_usage(folder).free + filed) // FREE_SHARE
+            bound = min(MOST_NBYTES, bound)
+        if bound < LEAST_NBYTES and disk_nbytes is None:
+            raise OSError(f"its disk has room for {bound >> 20} MiB only")
+        return NodeCache(folder, bound)
+    except (OSError, RuntimeError, StoreError) as e:  # no home, no room, no permission, not ours
+        _warn(f"{folder} cannot be used ({e}); data are read without it")
+        return None
+
+
+def _of_user(environ: Mapping[str, str]) -> Path:
+    root = environ.get("XDG_CACHE_HOME", "")
+    return (Path(root) if root else Path("~/.cache").expanduser()) / "spotharness" / "data"
+
+
+def _bound(disk_nbytes: int | None, environ: Mapping[str, str]) -> int | None:
+    if disk_nbytes is not None:
+        if isinstance(disk_nbytes, bool) or not isinstance(disk_nbytes, int) or disk_nbytes < 0:
+            raise BadInput(f"disk_nbytes={disk_nbytes!r}: wanted bytes, 0 for no cache on disk")
+        return disk_nbytes
+    if not (text := environ.get(GIB, "")):
+        return None
+    return gib_nbytes(text)
+
+
+def gib_nbytes(text: str) -> int:
+    """What HARNESS_DATA_CACHE_GIB says. Raises BadInput."""
+    with contextlib.suppress(ValueError):
+        if math.isfinite(found := float(text)) and found >= 0:
+            return int(found * 2**30)
+    raise BadInput(f"{GIB}={text[:80]!r}: wanted GiB, 0 for no cache on disk")
+
+
+def _warn(what: str) -> None:
+    warnings.warn(f"the cache of data {what}", RuntimeWarning, stacklevel=3)

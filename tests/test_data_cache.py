@@ -1,0 +1,451 @@
+"""The cache of a node is shared, bounded, never trusted and never needed; data is fetched ahead in
+the order of the plan, and what was read is counted."""
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import buckets
+import pytest
+from corpora import files, prepared
+from worlds import train
+
+import harness
+from harness.bucket.journal import read_facts
+from harness.core.batch import Batching, plan
+from harness.core.facts import StepsTimed
+from harness.core.traffic import CACHE, Traffic
+from harness.core.world import BadInput
+from harness.data.card import CorpusCorrupt
+from harness.data.chunks import CorpusReader, from_store
+from harness.data.node_cache import opened
+from harness.worker.loader import map_style
+from harness.worker.prefetch import Prefetch, ReadsAhead
+from storage.faults import corrupt
+from storage.opening import open_store
+
+SCRIPT = str(Path(__file__).parent / "corpus_trainer.py")
+WITHIN_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    root = tmp_path_factory.mktemp("corpus")
+    prepared(root / "made", files(root / "text", 120))
+    return str(root / "made")
+
+
+@pytest.fixture(scope="module")
+def tokens(corpus):
+    return [x.tolist() for x, _ in whole(harness.data.Tokens(corpus, 64))]
+
+
+def whole(dataset, seed=None):
+    order = list(range(len(dataset)))
+    if seed is not None:
+        random.Random(seed).shuffle(order)
+    found = dict(zip(order, dataset.__getitems__(order), strict=True))
+    return [found[i] for i in range(len(dataset))]
+
+
+def read(url, cache, **more):
+    dataset = harness.data.Tokens(url, 64, cache=cache, **({"disk_nbytes": 1 << 20} | more))
+    return dataset, [x.tolist() for x, _ in whole(dataset, more.get("seed"))]
+
+
+def shards_nbytes(url):
+    store = open_store(url)
+    return sum(store.size(key) for key in store.list("shards/"))
+
+
+def cached(folder):
+    return [p for p in (folder / "chunks").iterdir() if not p.name.startswith(".")]
+
+
+def forked(do):
+    """A process that does it, and then ends at once."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    with contextlib.suppress(BaseException):
+        do()
+        status = 0
+    os._exit(status)
+
+
+def ended(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+# ---- the cache -----------------------------------------------------------------------------------
+def test_what_one_has_read_others_find(corpus, tokens, tmp_path):
+    first, found = read(corpus, tmp_path / "node")
+    assert found == tokens and first.traffic[0].nbytes["file"] == shards_nbytes(corpus)
+    again, found = read(corpus, tmp_path / "node")
+    assert found == tokens and again.traffic[0].requests == 0
+    assert (tmp_path / "node").stat().st_mode & 0o077 == 0
+    # by content: another corpus with the same tokens has the same chunks
+    prepared(tmp_path / "twin", files(tmp_path / "text", 120), seed=5)
+    twin, found = read(str(tmp_path / "twin"), tmp_path / "node")
+    assert found == tokens and twin.traffic[0].requests == 0
+
+
+def test_two_processes_that_fill_one_cache_fetch_each_chunk_once(corpus, tokens, tmp_path):
+    log = tmp_path / "asked"
+
+    def noting(store, size):
+        fetch = from_store(store, size)
+
+        def get(shard, chunk):
+            with open(log, "a") as out:
+                out.write(f"{shard} {chunk}\n")
+            time.sleep(0.002)  # so that the other one comes meanwhile
+            return fetch(shard, chunk)
+
+        return get
+
+    def fill():
+        assert read(corpus, tmp_path / "node", fetch=noting)[1] == tokens
+
+    pids = [forked(fill) for _ in range(3)]
+    assert [ended(pid) for pid in pids] == [0, 0, 0]
+    asked = Counter(log.read_text().splitlines())
+    assert len(asked) == len(cached(tmp_path / "node")) > 20 and set(asked.values()) == {1}
+
+
+def test_killed_while_filling_nothing_wrong_is_read(corpus, tokens, tmp_path):
+    rng, node = random.Random(6), tmp_path / "node"
+    budget = shards_nbytes(corpus) // 3
+
+    def fill():
+        for seed in range(1000):
+            dataset = harness.data.Tokens(corpus, 64, cache=node, disk_nbytes=budget)
+            whole(dataset, seed)
+
+    for _ in range(16):
+        pids = [forked(fill) for _ in range(2)]
+        time.sleep(rng.uniform(0.0, 0.04))
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            assert ended(pid) == -signal.SIGKILL
+    assert read(corpus, node, disk_nbytes=budget)[1] == tokens
+    there = sum(p.stat().st_size for p in (node / "chunks").iterdir())
+    assert 0 < there <= budget  # with what was left half written
+
+
+def test_the_bound_holds_while_several_fill(corpus, tokens, tmp_path):
+    node, budget = tmp_path / "node", 16 << 10
+
+    def fill():
+        for seed in range(3):
+            dataset = harness.data.Tokens(corpus, 64, cache=node, disk_nbytes=budget)
+            assert [x.tolist() for x, _ in whole(dataset, seed)] == tokens
+
+    pids, most = [forked(fill) for _ in range(3)], 0
+    while pids:
+        with contextlib.suppress(FileNotFoundError):
+            most = max(most, sum(p.stat().st_size for p in (node / "chunks").iterdir()))
+        pids = [pid for pid in pids if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+    assert budget // 2 < most <= budget
+
+
+def test_a_damaged_file_is_fetched_again_and_replaced(corpus, tokens, tmp_path):
+    read(corpus, tmp_path / "node")
+    there = sorted(cached(tmp_path / "node"))
+    rng = random.Random(7)
+    for i, path in enumerate(there):
+        data = bytearray(path.read_bytes())
+        match i % 4:
+            case 0:
+                data[rng.randrange(len(data))] ^= 4
+            case 1:
+                del data[rng.randrange(len(data)) :]
+            case 2:
+                data += b"x"
+        path.write_bytes(data)
+    dataset, found = read(corpus, tmp_path / "node")
+    assert found == tokens
+    assert dataset.traffic[0].requests == len(there) - len(there[3::4])
+    assert read(corpus, tmp_path / "node")[0].traffic[0].requests == 0
+
+
+def test_a_damaged_shard_does_not_come_into_the_cache(corpus, tokens, tmp_path):
+    prepared(tmp_path / "made", files(tmp_path / "text", 120))
+    url = str(tmp_path / "made")
+    store = open_store(url)
+    corrupt(store, store.list("shards/")[2], "flip", random.Random(1))
+    dataset = harness.data.Tokens(url, 64, cache=tmp_path / "node", disk_nbytes=1 << 20)
+    batching = Batching(len(dataset), 4, 4, 1, False)
+    with pytest.raises(CorpusCorrupt, match=r"shards/\w{32}.bin: wanted"):
+        list(map_style(dataset, batching, plan(1, 1), 0, 1, len(dataset) // 4, None, 0, False))
+    dataset, found = read(corpus, tmp_path / "node")
+    assert found == tokens and dataset.traffic[0].requests >= 1
+
+
+@pytest.mark.parametrize("trouble", ["full", "a file", "others may write", "read only"])
+def test_a_cache_that_cannot_be_used_is_told_of_once_and_gone_without(corpus, tokens, tmp_path, trouble):
+    node = tmp_path / "node"
+    match trouble:
+        case "a file":
+            node.write_text("")
+        case "others may write":
+            node.mkdir()
+            node.chmod(0o777)
+
+    def fill():
+        if trouble == "full":  # writes of files fail from here on, as on a disk without room
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        if trouble == "read only":
+            (tmp_path / "node").mkdir(mode=0o700)
+            (tmp_path / "node" / "chunks").write_text("")
+        with pytest.warns(RuntimeWarning, match=r"data are read without it") as said:
+            assert read(corpus, node)[1] == tokens
+        assert len(said) == 1
+
+    assert ended(forked(fill)) == 0
+
+
+def test_where_the_cache_is_and_what_bounds_it(tmp_path):
+    asked = {"HARNESS_DATA_CACHE": str(tmp_path / "told"), "HARNESS_DATA_CACHE_GIB": "0.5"}
+    found = opened("s3://b/c", environ=asked)
+    assert (found.folder, found.nbytes) == (tmp_path / "told", 1 << 29)
+    found = opened("s3://b/c", tmp_path / "own", 1 << 20, asked)
+    assert (found.folder, found.nbytes) == (tmp_path / "own", 1 << 20)
+    found = opened("s3://b/c", environ={"XDG_CACHE_HOME": str(tmp_path)})
+    assert found.folder == tmp_path / "spotharness" / "data"
+    assert 0 < found.nbytes <= os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize // 5
+    assert opened("file:///corpus", environ={"XDG_CACHE_HOME": str(tmp_path)}) is None
+    assert opened("file:///corpus", environ=asked) is not None
+    for none in ({"cache": None}, {"cache": "off"}, {"disk_nbytes": 0}):
+        assert opened("s3://b/c", **none, environ=asked) is None
+    assert opened("s3://b/c", environ={"HARNESS_DATA_CACHE": "off"}) is None
+    for wrong in ("x", "-1", "nan"):
+        with pytest.raises(BadInput, match="wanted GiB"):
+            opened("s3://b/c", environ={"HARNESS_DATA_CACHE_GIB": wrong})
+    with pytest.raises(BadInput, match="wanted bytes"):
+        opened("s3://b/c", disk_nbytes=-1, environ=asked)
+
+
+# ---- fetching ahead ------------------------------------------------------------------------------
+class Shelf:
+    """A dataset of 64 pieces of 100 bytes, two samples in each; `gate`: nothing is fetched until it
+    is open."""
+
+    def __init__(self, most=1000, gate=None):
+        self.most, self.gate, self.warmed = most, gate, []
+        self.traffic = [Traffic("shelf")]
+
+    def pieces(self, indices):
+        return [Book(self, i // 2) for i in dict.fromkeys(indices)]
+
+    def ahead_nbytes(self, processes):
+        return self.most // processes
+
+
+class Book:
+    nbytes = 100
+
+    def __init__(self, shelf, number):
+        self.shelf, self.number = shelf, number
+
+    def __hash__(self):
+        return self.number
+
+    def __eq__(self, other):
+        return self.number == other.number
+
+    def joined(self, other):
+        return None
+
+    def warm(self):
+        self.shelf.traffic[0].coming[f"book {self.number}"] = time.monotonic()
+        if self.shelf.gate is not None:
+            assert self.shelf.gate.wait(WITHIN_S)
+        self.shelf.warmed.append(self.number)
+        self.shelf.traffic[0].coming.clear()
+
+
+def until(true):
+    deadline_s = time.monotonic() + WITHIN_S
+    while not true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+def test_what_comes_first_is_fetched_first_and_no_more_than_may_be_ahead():
+    shelf = Shelf(most=1000)
+    order = [[4 * i, 4 * i + 2] for i in range(32)]  # two books each
+    prefetch = Prefetch(shelf, order, 1, print)
+    assert isinstance(shelf, ReadsAhead)
+    try:
+        until(lambda: len(shelf.warmed) == 10)
+        assert sorted(shelf.warmed) == list(range(10)) and prefetch.ahead_nbytes == 1000
+        for taken in range(1, 31):
+            prefetch.taken()
+            assert prefetch.ahead_nbytes <= 1000
+            until(lambda taken=taken: len(shelf.warmed) >= min(64, 2 * taken + 8))
+            assert max(shelf.warmed) <= 2 * taken + 10
+        until(lambda: len(shelf.warmed) == 64)
+        assert sorted(shelf.warmed) == list(range(64))  # each once
+    finally:
+        prefetch.close()
+
+
+def test_a_piece_counts_once_and_a_large_micro_batch_passes_alone():
+    shelf = Shelf(most=300)
+    prefetch = Prefetch(shelf, [[0, 1], [1, 2], [0, 2], list(range(4, 40)), [50]], 1, print)
+    try:
+        until(lambda: len(shelf.warmed) == 2)
+        assert prefetch.ahead_nbytes == 200  # the large one waits until it is alone
+        for _ in range(3):
+            prefetch.taken()
+        until(lambda: len(shelf.warmed) == 20)
+        assert prefetch.ahead_nbytes == 1800
+        prefetch.taken()
+        until(lambda: len(shelf.warmed) == 21)
+    finally:
+        prefetch.close()
+
+
+def test_what_is_open_does_not_hinder_what_comes_next():
+    """As blocks are read: the same pieces for many micro-batches, and then others at once."""
+    shelf = Shelf(most=400)
+    order = [[0, 2, 4, 6]] * 20 + [[8, 10, 12, 14]] * 20
+    prefetch = Prefetch(shelf, order, 1, print)
+    try:
+        until(lambda: len(shelf.warmed) == 4)
+        prefetch.taken()  # the first four are in use, and needed for long
+        until(lambda: len(shelf.warmed) == 8)
+        assert sorted(shelf.warmed) == list(range(8)) and prefetch.ahead_nbytes == 400
+    finally:
+        prefetch.close()
+
+
+def test_who_leaves_stops_what_is_ahead():
+    gate = threading.Event()
+    shelf = Shelf(most=6400, gate=gate)
+    before = threading.active_count()
+    given = Prefetch(shelf, [[2 * i] for i in range(64)], 1, print).over(iter("abc"))
+    assert next(given) == "a"
+    given.close()
+    gate.set()
+    until(lambda: threading.active_count() <= before)
+    assert len(shelf.warmed) < 64
+
+
+def test_a_store_that_is_slow_is_named():
+    gate, told = threading.Event(), []
+
+    def tell(what):
+        told.append(what)
+        gate.set()
+
+    shelf = Shelf(gate=gate)
+
+    def batches():
+        assert gate.wait(WITHIN_S)
+        yield "late"
+
+    assert list(Prefetch(shelf, [[0]], 1, tell, late_s=0.05).over(batches())) == ["late"]
+    assert len(told) == 1 and "book 0 has been on its way for" in told[0]
+    assert "its store is slow" in told[0]
+
+
+def steps(dataset, ranks, rank, first, last, workers=0, seed=3):
+    """What `rank` reads of steps first..last, by positions."""
+    batching = Batching(len(dataset), 8, 2, seed)
+    found = {}
+    for micro in map_style(dataset, batching, plan(4, ranks), rank, first, last, None, workers, False):
+        found |= dict(zip(micro.positions.tolist(), micro.data[0].tolist(), strict=True))
+    return found
+
+
+def test_a_resize_reads_the_same_through_the_same_cache(corpus, tmp_path):
+    more = {"cache": tmp_path / "node", "disk_nbytes": 1 << 20}
+    wanted = steps(harness.data.Tokens(corpus, 64, cache=None), 1, 0, 1, 12)
+    two = [harness.data.Tokens(corpus, 64, **more) for _ in range(2)]
+    found = {}
+    for rank, dataset in enumerate(two):
+        found |= steps(dataset, 2, rank, 1, 6)
+    alone = harness.data.Tokens(corpus, 64, **more)
+    found |= steps(alone, 1, 0, 7, 12)
+    assert found == wanted
+    read_nbytes = sum(one.traffic[0].nbytes["file"] for one in (*two, alone))
+    assert read_nbytes == sum(p.stat().st_size for p in cached(tmp_path / "node"))
+    assert two[1].traffic[0].nbytes[CACHE] + alone.traffic[0].nbytes[CACHE] > 0
+
+
+def test_nothing_is_fetched_ahead_for_processes_that_read_by_themselves(corpus):
+    dataset = harness.data.Tokens(corpus, 64)
+    assert dataset.ahead_nbytes(1) == 0 and len(steps(dataset, 1, 0, 1, 4, workers=1)) == 32
+    assert dataset.traffic[0].requests == 0
+
+
+# ---- a bucket ------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory):
+    seen = []
+    with buckets.moto(seen=seen) as url, pytest.MonkeyPatch.context() as patched:
+        said = {"ENDPOINT_URL": url, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "us-east-1"}
+        for name, value in said.items():
+            patched.setenv(f"AWS_{name}", value)
+        root = tmp_path_factory.mktemp("texts")
+        prepared("s3://my-bucket/corpus", files(root / "text", 120))
+        yield "s3://my-bucket/corpus", seen
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bytes_are_counted_as_the_server_counts_them(bucket, corpus, tmp_path, cached, workers):
+    """Also where a DataLoader forks its processes, in which a bucket's client does not live on."""
+    url, seen = bucket
+    wanted = steps(harness.data.Tokens(corpus, 64, cache=None), 1, 0, 1, 20)
+    dataset = harness.data.Tokens(url, 64, cache=tmp_path / "node" if cached else None)
+    del seen[:]
+    assert steps(dataset, 1, 0, 1, 20, workers) == wanted
+    asked = [path for _, method, path, _ in seen if "/shards/" in path and method == "GET"]
+    (traffic,) = dataset.traffic
+    assert traffic.requests == len(asked) > 10 and not traffic.coming
+    if cached:
+        assert traffic.nbytes["s3"] == sum(p.stat().st_size for p in (tmp_path / "node/chunks").iterdir())
+        del seen[:]
+        again = harness.data.Tokens(url, 64, cache=tmp_path / "node")
+        assert steps(again, 1, 0, 1, 20, workers) == wanted
+        assert not [path for _, _, path, _ in seen if "/shards/" in path]
+
+
+def test_a_forked_process_hears_what_is_wrong(bucket, tmp_path):
+    prepared("s3://my-bucket/other", files(tmp_path / "text", 60))
+    store = open_store("s3://my-bucket/other")
+    store.delete(store.list("shards/")[1])
+    dataset = harness.data.Tokens("s3://my-bucket/other", 64, cache=None, within_s=5)
+    with pytest.raises(CorpusCorrupt, match="wanted a shard that the corpus consists of, found none"):
+        steps(dataset, 1, 0, 1, len(dataset) // 8, workers=1)
+
+
+def test_whose_parent_has_gone_does_not_wait_for_ever(bucket):
+    reader = CorpusReader(bucket[0], "train", "tokens", cache=None)
+
+    def orphan():
+        reader._parent._name += "gone"  # nobody listens there
+        with pytest.raises(harness.data.chunks.StoreError, match="does not answer"):
+            reader.chunks.read(0, 10)
+
+    assert ended(forked(orphan)) == 0
+
+
+def test_a_run_tells_what_it_read(corpus, tmp_path):
+    env = {"HARNESS_DATA_CACHE": tmp_path / "node", "LOCAL_WORLD_SIZE": 2}
+    train(tmp_path / "run", 2, corpus, env=env, script=SCRIPT)
+    told = [s.fact for s in read_facts(open_store(str(tmp_path / "run"))) if isinstance(s.fact, StepsTimed)]
+    nbytes = sum(sum(one.read_nbytes.values()) for one in told)
+    far = sum(one.read_nbytes.get("file", 0) for one in told)
+    there = sum(p.stat().st_size for p in cached(tmp_path / "node"))
+    assert far == there <= nbytes and sum(one.read_requests for one in told) > 0
