@@ -17,7 +17,6 @@ from harness.core.blocks import Blocks, blocks_for
 from harness.core.identity import said_of
 from harness.core.traffic import Traffic
 from harness.core.world import BadInput
-from harness.data.by_index import refuse_a_part
 from harness.worker.loader import (
     MicroBatch,
     Stream,
@@ -31,6 +30,7 @@ from harness.worker.loader import (
 from harness.worker.peers import Peers
 from harness.worker.pipeline import Pipeline
 from harness.worker.prefetch import ReadsAhead
+from harness.worker.shared_reading import refuse_a_part
 from storage.names import plain_name
 
 Collate = Callable[[list[Any]], Any]
@@ -65,7 +65,7 @@ class Feed:
         """Plan who reads what. The stream if one was begun: its place is part of the state. Raises
         BadInput, TooManyRanks."""
         mapped = is_map_style(dataset)
-        refuse_a_part(dataset, self._peers.world, mapped)
+        refuse_a_part(dataset, self._peers.world)
         agree_on_exclusions(dataset, self._peers)
         samples = len(dataset) if mapped else 1 << 62
         self._dataset, self._collate = dataset, collate

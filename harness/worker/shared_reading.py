@@ -22,9 +22,11 @@ import xxhash
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from harness.core.batch import sample_seed
+from harness.core.world import BadInput
 from harness.worker import chance
-from harness.worker.loader import content_hash, contents_of
+from harness.worker.loader import content_hash, contents_of, is_map_style
 
+SPLITTING = ("streaming.base.", "litdata.streaming.")  # modules of MosaicML and of LitData
 AT_ONCE = 32  # batches that a sampler is asked for at a time, after the first
 MOST_AT_ONCE = 4096  # ... when they are passed over
 
@@ -233,3 +235,19 @@ def batched(loader: DataLoader[Any]) -> bool:
 
 def _as_it_is(read: Any) -> Any:
     return read
+
+
+def refuse_a_part(dataset: Any, world: int) -> None:
+    """Raises BadInput for a stream that would give each rank a part of its own, where every rank
+    must read the same."""
+    read = dataset.dataset if isinstance(dataset, DataLoader) else dataset
+    kinds = {kind.__module__ for kind in type(read).__mro__}
+    if not any(kind.startswith(SPLITTING) for kind in kinds):
+        return
+    if is_map_style(dataset) or world > 1:
+        raise BadInput(
+            f"{type(dataset).__name__} shares itself over the ranks, so that each of {world} would "
+            "see a part of the data; give run.steps harness.data.ByIndex(dataset) of the "
+            "StreamingDataset, which any number of ranks reads whole, or `harness data index` its "
+            "files"
+        )
