@@ -47,7 +47,6 @@ except ImportError:
 
 PART_NBYTES = 16 << 20  # of an upload
 PACED_NBYTES = 5 << 20  # ... that is sent bit by bit: what S3 takes at least
-WRITE_NBYTES = 1 << 20  # of its bits
 READ_NBYTES = 8 << 20  # of a parallel read
 AT_ONCE = 8  # requests of one call
 SMALL_AT_ONCE = 32  # small objects that `get_each` reads at once
@@ -181,8 +180,8 @@ class FastStore:
                 self._parts, key, buffer_size=piece, max_concurrency=AT_ONCE
             ) as writer,
         ):
-            for start in range(0, len(view), WRITE_NBYTES):
-                some = view[start : start + WRITE_NBYTES]
+            for start in range(0, len(view), piece):
+                some = view[start : start + piece]
                 gate(len(some))
                 writer.write(some)
 

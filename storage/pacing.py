@@ -18,9 +18,11 @@ from storage.lanes import Lanes, Running
 from storage.last_in_line import AT_NICE, FIRST, LAST, LastInLine
 from storage.throttle import FASTER, RateSearch
 
-LOOKS_PER_STEP = 8  # at the training, within a longest and a shortest time between two
-LOOK_S = (0.02, 0.5)
+LOOKS_PER_STEP = 4  # at the training, within a longest and a shortest time between two
+LOOK_S = (0.2, 0.5)
+FASTER_BY = 1.1  # times the rate: then those who wait are told
 LEAST_RATE = 64 << 10  # bytes per second; never so slow that nothing moves
+LITTLE_NBYTES = 4 << 20  # that nobody feels, as they are one request: all at once
 WORK = 1.2  # times the bytes: hashing them, and summing them up, has its share of the bucket
 HASH_SHARE = 0.1  # of a byte that is sent, for one that is hashed or summed up
 LATE = 1.5  # times the rate that was needed at first: it has not got what it should have
@@ -132,15 +134,18 @@ class Pacer:
     def set(self) -> None:
         """What was said or seen has changed."""
         with self._changed:
+            before = self.rate
             self._set()
-            self._changed.notify_all()
+            if self.rate > FASTER_BY * before:
+                self._changed.notify_all()
 
     def _set(self) -> None:
         now, sending = self._now(), self._sending()
         hurry, rate, late = self.draining or self._waits, math.inf, False
-        if sending and not hurry and all(one.job.beside.may_last for one in sending):
+        left = WORK * sum(one.left for one in sending)
+        may_last = all(one.job.beside.may_last for one in sending) and left > LITTLE_NBYTES
+        if may_last and not hurry:
             left_s = min(one.t_start + one.job.beside.within_s - now for one in sending)
-            left = WORK * sum(one.left for one in sending)
             rate = max(LEAST_RATE, self.search.allowed(left, left_s))
             first = WORK * sum(one.job.nbytes / one.job.beside.within_s for one in sending)
             late = left > LATE * first * left_s
@@ -185,10 +190,10 @@ class Pacer:
             return last
         if last.t_s:
             step_s = (seen.t_s - last.t_s) / n
-            for _ in range(n):
-                self.search.observe(step_s, beside.step_s, (here.passed - last.passed) // n, pace)
+            # of several short ones it is the mean, and counts as one, as that varies less
+            self.search.observe(step_s, beside.step_s, here.passed - last.passed, n, pace)
             for other in self._sending():
-                other.steps_s += [step_s] * n
+                other.steps_s.append(step_s)
         return here
 
 

@@ -6,8 +6,8 @@ it grows, and it falls where they are; how many steps are looked at before that 
 how much they vary. After it was felt once it grows in small steps only, for a while. A rate that
 nobody feels says nothing of a deadline: what must be there in time is sent as fast as that needs.
 
-    search.observe(step_s, base_s, nbytes, pace)    after each step beside the sending
-    search.allowed(left_nbytes, left_s)             bytes per second to send at now
+    search.observe(step_s, base_s, nbytes, n, pace)   after each step, or few, beside the sending
+    search.allowed(left_nbytes, left_s)               bytes per second to send at now
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class RateSearch:
         self._sent, self._sent_s, self._pace = 0, 0.0, 0.0  # in this window
         self._spread = 0.0  # of steps in those before
 
-    def observe(self, step_s: float, base_s: float, nbytes: int, pace: float) -> None:
-        """A step of the training took `step_s`, `base_s` when nothing is sent; `nbytes` left
-        meanwhile, and `pace` bytes per second might have. Windows may span snapshots."""
+    def observe(self, step_s: float, base_s: float, nbytes: int, n: int, pace: float) -> None:
+        """`n` steps of the training took `step_s` each, `base_s` when nothing is sent; `nbytes`
+        left meanwhile, and `pace` bytes per second might have. Windows may span snapshots."""
         if step_s <= 0 or base_s <= 0 or not 0 < pace < math.inf:
             return
         if not 1 / NEAR <= pace / (self._pace or pace) <= NEAR:
@@ -73,13 +73,12 @@ class RateSearch:
         if not self._steps_x:
             self._pace = pace
         self._steps_x.append(step_s / base_s)
-        self._sent, self._sent_s = self._sent + nbytes, self._sent_s + step_s
-        n = len(self._steps_x)
-        if n < LEAST_STEPS or self._sent < WINDOW_NBYTES:
+        self._sent, self._sent_s = self._sent + nbytes, self._sent_s + n * step_s
+        if len(self._steps_x) < LEAST_STEPS or self._sent < WINDOW_NBYTES:
             return
-        longer, spread, n = _compared(self._steps_x, 1.0)
-        error = max(spread, self._spread) / math.sqrt(n)
-        if n >= MOST_STEPS or abs(longer - FELT) >= SURE * error:
+        longer, spread, typical = _compared(self._steps_x, 1.0)
+        error = max(spread, self._spread) / math.sqrt(typical)
+        if typical >= MOST_STEPS or abs(longer - FELT) >= SURE * error:
             sent = self._sent / self._sent_s
             # requests are large, so a window holds one more or less; a slow store sends far less
             sent = pace if sent > SLOWER * pace else sent

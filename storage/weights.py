@@ -20,6 +20,7 @@ import xxhash
 
 BLOCK = 1 << 14  # words; k(i) = inner[i % BLOCK] * outer(i // BLOCK)
 AT_ONCE = 8  # blocks: few calls, and in a processor's cache as 64-bit numbers
+BETWEEN_PAUSES = 1 << 20  # words
 MASK = (1 << 64) - 1
 
 
@@ -124,13 +125,15 @@ def _runs(shape: list[int], sizes: list[int], offsets: list[int]) -> Iterator[tu
 
 
 def _run_sum(words: np.ndarray[Any, Any], first: int, pause: Callable[[int], object]) -> int:
-    total, at = 0, 0
+    total, at, due = 0, 0, 0
     wide = np.empty((min(AT_ONCE, len(words) // BLOCK), BLOCK), np.uint64)
     while at < len(words):
+        if at >= due:
+            pause((min(len(words), at + BETWEEN_PAUSES) - at) * words.itemsize)
+            due = at + BETWEEN_PAUSES
         block, inside = divmod(first + at, BLOCK)
         if inside == 0 and len(words) - at >= BLOCK:  # whole blocks, many at once
             n = min(AT_ONCE, (len(words) - at) // BLOCK)
-            pause(n * BLOCK * words.itemsize)
             np.copyto(wide[:n], words[at : at + n * BLOCK].reshape(n, BLOCK))
             sums = np.multiply(wide[:n], _INNER, out=wide[:n]).sum(axis=1)
             total += sum(int(s) * _outer(block + i) for i, s in enumerate(sums))

@@ -57,7 +57,7 @@ class Machine:
             left, self.now = left - sent, self.now + step_s
             self.lost_s += step_s - self.base_s
             rates.append(rate)
-            search.observe(step_s, self.base_s, round(sent), pace)
+            search.observe(step_s, self.base_s, round(sent), 1, pace)
         return self.now - began, rates
 
 
@@ -119,14 +119,14 @@ def test_a_rate_that_was_felt_is_approached_in_small_steps():
     for n in range(SHY_WINDOWS + 2):
         pace = search.rate or 100 * MB
         for _ in range(5):
-            search.observe(1.5 if n == 0 else 1.0, 1.0, round(2 * pace), pace)
+            search.observe(1.5 if n == 0 else 1.0, 1.0, round(2 * pace), 1, pace)
         assert search.rate < (1.1 if n <= SHY_WINDOWS else 2) * pace
     assert search.rate > 1.4 * pace  # nothing was felt for long
     assert RateSearch(7.0).allowed(0, 1.0) == 7.0
 
 
 @pytest.mark.parametrize(
-    "wrong", [(0.0, 1.0, 1, 1.0), (1.0, 0.0, 1, 1.0), (1.0, 1.0, 1, math.inf), (1.0, 1.0, 1, 0.0)]
+    "wrong", [(0.0, 1.0, 1, 1, 1.0), (1.0, 0.0, 1, 1, 1.0), (1.0, 1.0, 1, 1, math.inf), (1.0, 1.0, 1, 1, 0.0)]
 )
 def test_what_says_nothing_is_passed_over(wrong):
     search = RateSearch()
@@ -138,9 +138,9 @@ def test_what_says_nothing_is_passed_over(wrong):
 def test_little_that_was_sent_says_nothing_yet():
     search = RateSearch()
     for _ in range(15):
-        search.observe(2.0, 1.0, MB, MB / 2)
+        search.observe(2.0, 1.0, MB, 1, MB / 2)
     assert search.rate == 0  # a request is larger
-    search.observe(2.0, 1.0, MB, MB / 2)
+    search.observe(2.0, 1.0, MB, 1, MB / 2)
     assert search.rate == pytest.approx(0.6 * MB / 2)
 
 
@@ -192,13 +192,13 @@ def pacer(training, *jobs, now=time.monotonic):
 
 
 def test_the_rate_follows_from_the_time_and_all_jobs():
-    made, sending = pacer(Training(), job(nbytes=MB, beside=PACED(1.0, 1000.0)))
+    made, sending = pacer(Training(), job(nbytes=2 * MB, beside=PACED(1.0, 1000.0)))
     assert not made.paced
     made.begin(sending[0])
     assert made.paced and made._lanes.paced and made.rate == LEAST_RATE
     sending.append(running(job(nbytes=1 << 30, beside=PACED(1.0, 1000.0))))
     made.set()
-    assert made.rate == pytest.approx(1.2 * 4 * ((1 << 30) + MB) / (1000 * SAFE), rel=0.01)
+    assert made.rate == pytest.approx(1.2 * 4 * ((1 << 30) + 2 * MB) / (1000 * SAFE), rel=0.01)
     sending.append(running(job(R2)))  # who waits for that?
     made.set()
     assert not made.paced and not made._lanes.paced
@@ -238,13 +238,13 @@ def test_who_is_at_the_gate_is_let_through_when_it_matters(how):
 
 
 def test_a_pace_that_was_learned_is_used_by_the_same_world_only():
-    made, sending = pacer(Training(), job(beside=PACED(1.0, 1e6, 5e6)))
+    made, sending = pacer(Training(), job(nbytes=1 << 30, beside=PACED(1.0, 1e9, 5e6)))
     made.begin(sending[0])
     assert made.rate == 5e6
     made.search.rate = 7e6  # learned here
     made.begin(sending[0])
     assert made.rate == 7e6
-    sending[:] = [running(job(world=2, beside=PACED(1.0, 1e6)))]
+    sending[:] = [running(job(world=2, nbytes=1 << 30, beside=PACED(1.0, 1e9)))]
     made.begin(sending[0])
     assert made.rate == LEAST_RATE
     sending.clear()
@@ -256,7 +256,7 @@ def test_steps_beside_the_sending_are_counted_from_end_to_end():
     for steps, t_s in ((7, 3.0), (8, 4.5), (8, 4.5), (9, 6.0), (11, 8.0)):
         made._watch.seen = TrainingSeen(steps, False, t_s)
         last = made._look_at(one, last)
-    assert one.steps_s == [1.5, 1.0, 1.0]  # of step 8 nobody knows how much was beside it
+    assert one.steps_s == [1.5, 1.0]  # of step 8 nobody knows how much was beside it
 
 
 # ---- who sends -----------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_a_paced_snapshot_is_sent_at_once_when_there_is_a_deadline():
 def test_out_of_time_in_the_middle_of_a_paced_object_leaves_nothing():
     store, told = Pieces(piece=1 << 18), Told()
     uploader = Uploader(store, watch=Training(), lanes=1)
-    uploader.submit(job(beside=PACED(1.0, 1e9), nbytes=4 << 20, n=1), LARGE, told)
+    uploader.submit(job(beside=PACED(1.0, 1e9), nbytes=5 << 20, n=1), LARGE, told)
     until(lambda: store.pieces)
     uploader.drain(time.monotonic())  # it is over
     assert told.wait().kind == "OutOfTime"
