@@ -537,7 +537,7 @@ def run_for(way: Way | None, training: Training, minutes: float) -> dict[str, fl
     """Train for so long, with snapshots at the default interval; None: without any."""
     rhythm, calm, commits = Rhythm(Interval()), list[float](), list[float]()
     future: Future[Any] | None = None
-    n, steps_s, blocked_s, began, t_begin = 0, 0.0, 0.0, time.perf_counter(), 0.0
+    n, blocked_s, began, t_begin, beside = 0, 0.0, time.perf_counter(), 0.0, list[float]()
     while time.perf_counter() - began < 60 * minutes:
         if way is not None and future is None and rhythm.due(n):
             way.within_s, way.pace = SENDING * rhythm.interval_s(), rhythm.pace
@@ -549,11 +549,10 @@ def run_for(way: Way | None, training: Training, minutes: float) -> dict[str, fl
         seconds, waited = training.step(
             way.before_optimizer if way is not None and not quiet else lambda: 0.0
         )
-        n, steps_s = n + 1, steps_s + seconds - waited
+        n += 1
         rhythm.note_step(quiet)
-        if quiet:
-            calm.append(seconds)
-        elif first:
+        (calm if quiet else beside).append(seconds - waited)
+        if not quiet and first:
             rhythm.stall_s, first = stall_s + waited, False
             blocked_s += rhythm.stall_s
         if future is not None and future.done():
@@ -568,7 +567,8 @@ def run_for(way: Way | None, training: Training, minutes: float) -> dict[str, fl
     wall_s = time.perf_counter() - began
     if future is not None:
         future.result(DRAIN_LIMIT_S)
-    base = typical_s(calm)
+    base = statistics.fmean(calm)
+    slower_s = sum(beside) - len(beside) * base
     return {
         "wall_s": wall_s,
         "steps": n,
@@ -577,15 +577,16 @@ def run_for(way: Way | None, training: Training, minutes: float) -> dict[str, fl
         "interval_s": rhythm.interval_s(),
         "durable_s": statistics.median(commits) if commits else math.nan,
         "blocked_s": blocked_s,
-        "slower_s": steps_s - n * base,
-        "cost_pct": 100 * (blocked_s + steps_s - n * base) / (n * base),
+        "slower_s": slower_s,
+        "cost_pct": 100 * (blocked_s + slower_s) / wall_s,
         "pace_mb_s": rhythm.pace / 1e6,
     }
 
 
 def long_runs(ways: list[Way], training: Training, minutes: float) -> None:
-    """Training alone first and last, each way between. cost_pct is over the steps of a run in which
-    nothing was sent; alone_pct over those of training alone."""
+    """Training alone first and last, each way between. cost_pct: steps beside a sending against the
+    others of the same run; alone_pct: all steps against those of training alone, which says as
+    much where the machine does not change."""
     found: dict[str, list[dict[str, float]]] = {}
     for way in (None, *ways, None):
         told = run_for(way, training, minutes if way else max(0.5, minutes / 5))
