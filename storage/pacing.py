@@ -21,6 +21,7 @@ from storage.throttle import FASTER, RateSearch
 LOOKS_PER_STEP = 4  # at the training, within a longest and a shortest time between two
 LOOK_S = (0.2, 0.5)
 FASTER_BY = 1.1  # times the rate: then those who wait are told
+SAFE = 0.8  # of a job's time is planned with; rates vary
 LEAST_RATE = 64 << 10  # bytes per second; never so slow that nothing moves
 LITTLE_NBYTES = 4 << 20  # that nobody feels, as they are one request: all at once
 WORK = 1.2  # times the bytes: hashing them, and summing them up, has its share of the bucket
@@ -124,7 +125,7 @@ class Pacer:
         """This job is sent from now on."""
         job = one.job
         with self._changed:
-            if self._world != job.world or not self.search.rate:
+            if self._world != job.world or (not self.search.rate and job.beside.pace):
                 self.search, self._world = RateSearch(job.beside.pace), job.world
             self._set()
             if job.beside.may_last and not self._looking:
@@ -134,22 +135,21 @@ class Pacer:
     def set(self) -> None:
         """What was said or seen has changed."""
         with self._changed:
-            before = self.rate
             self._set()
-            if self.rate > FASTER_BY * before:
-                self._changed.notify_all()
 
     def _set(self) -> None:
-        now, sending = self._now(), self._sending()
+        now, sending, before = self._now(), self._sending(), self.rate
         hurry, rate, late = self.draining or self._waits, math.inf, False
         left = WORK * sum(one.left for one in sending)
         may_last = all(one.job.beside.may_last for one in sending) and left > LITTLE_NBYTES
         if may_last and not hurry:
-            left_s = min(one.t_start + one.job.beside.within_s - now for one in sending)
+            left_s = min(one.t_start + SAFE * one.job.beside.within_s - now for one in sending)
             rate = max(LEAST_RATE, self.search.allowed(left, left_s))
-            first = WORK * sum(one.job.nbytes / one.job.beside.within_s for one in sending)
+            first = WORK * sum(one.job.nbytes / one.job.beside.within_s for one in sending) / SAFE
             late = left > LATE * first * left_s
         self._bucket.set(rate, now)
+        if rate > FASTER_BY * before:
+            self._changed.notify_all()
         self._lanes.paced = self.paced
         self._line.stand(FIRST if hurry else LAST if self.paced and not late else AT_NICE)
 

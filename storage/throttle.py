@@ -25,7 +25,6 @@ WINDOW_NBYTES = 16 << 20  # that say what sending costs: a few requests
 REMEMBERED_STEPS = 2000  # of a window that takes long
 SURE = 3.0  # standard errors that a mean is away from what it is compared with
 OLD = 0.8  # of how much steps are known to vary, is left after a window
-SAFE = 0.8  # of the time that is left may be planned with; rates vary
 NEAR = 1.2  # times the rate: what was sent faster than this says nothing of it
 
 
@@ -108,7 +107,7 @@ class RateSearch:
         Infinite, full speed, when that is over."""
         if left_s <= 0:
             return math.inf
-        return max(self.rate, left_nbytes / (left_s * SAFE))
+        return max(self.rate, left_nbytes / left_s)
 
 
 __all__ = ["RateSearch", "slowdown", "typical_s"]
