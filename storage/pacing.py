@@ -139,19 +139,19 @@ class Pacer:
 
     def _set(self) -> None:
         now, sending, before = self._now(), self._sending(), self.rate
-        hurry, rate, late = self.draining or self._waits, math.inf, False
+        hurry, rate, place = self.draining or self._waits, math.inf, AT_NICE
         left = WORK * sum(one.left for one in sending)
         may_last = all(one.job.beside.may_last for one in sending) and left > LITTLE_NBYTES
         if may_last and not hurry:
             left_s = min(one.t_start + SAFE * one.job.beside.within_s - now for one in sending)
             rate = max(LEAST_RATE, self.search.allowed(left, left_s))
             first = WORK * sum(one.job.nbytes / one.job.beside.within_s for one in sending) / SAFE
-            late = left > LATE * first * left_s
+            place = FIRST if left_s <= 0 else LAST if left <= LATE * first * left_s else AT_NICE
         self._bucket.set(rate, now)
         if rate > FASTER_BY * before:
             self._changed.notify_all()
         self._lanes.paced = self.paced
-        self._line.stand(FIRST if hurry else LAST if self.paced and not late else AT_NICE)
+        self._line.stand(FIRST if hurry else place)
 
     # ---- the training ----------------------------------------------------------------------------
     def _look(self) -> None:

@@ -33,6 +33,7 @@ from storage.upload_job import TrainingBeside
 
 MB = 1 << 20
 LARGE = memoryview(os.urandom(MB) * 16)
+LARGE40 = b"".join(os.urandom(8) + bytes(MB - 8) for _ in range(40))
 PACED = functools.partial(TrainingBeside, watch="here")  # (step_s, within_s, pace)
 
 
@@ -237,6 +238,30 @@ def test_who_is_at_the_gate_is_let_through_when_it_matters(how):
     until(lambda: not made._looking)
 
 
+class Places(LastInLine):
+    def stand(self, place):
+        self.at = place
+
+
+def test_who_is_behind_does_not_stay_last_in_line():
+    at, line = [0.0], Places()
+    one = running(job(nbytes=1 << 30, beside=PACED(1.0, 100.0)))
+    one.t_start = 0.0
+    made = Pacer(Lanes(4, line), lambda: [one], Training(), line, lambda: at[0])
+    told = []
+    for now, left in ((0, 1.0), (20, 1.0), (40, 1.0), (40, 0.6), (79, 0.1), (81, 0.1), (81, 1e-4)):
+        at[0], one.left = float(now), round(left * (1 << 32))
+        made.set()
+        told.append((line.at, made.paced))
+    assert told == [
+        (LAST, True), (LAST, True), (AT_NICE, True), (LAST, True), (AT_NICE, True),
+        (FIRST, False), (AT_NICE, False),
+    ]  # fmt: skip
+    made.draining = True
+    made.set()
+    assert line.at == FIRST
+
+
 def test_a_pace_that_was_learned_is_used_by_the_same_world_only():
     made, sending = pacer(Training(), job(nbytes=1 << 30, beside=PACED(1.0, 1e9, 5e6)))
     made.begin(sending[0])
@@ -373,6 +398,26 @@ def test_a_paced_snapshot_is_sent_at_once_when_there_is_a_deadline():
     uploader.drain(None)
     uploader.submit(job(R2, nbytes=2000, beside=TrainingBeside(1.0)), VIEW, told)
     assert told.wait(2).state == "committed"  # full speed is what it is without a time
+
+
+def test_what_was_not_felt_is_learned_and_told():
+    def steady(where):  # a step every tenth of a second, whatever we do
+        steps = int(time.monotonic() * 10)
+        return TrainingSeen(steps, False, steps / 10)
+
+    store, told = Pieces(piece=1 << 20), Told()
+    uploader = Uploader(store, watch=steady)
+    uploader.submit(job(beside=PACED(0.1, 8.0), nbytes=10 << 20), memoryview(LARGE40), told)
+    outcome = told.wait()
+    assert outcome.state == "committed" and outcome.slowdown == 0.0
+    assert outcome.pace > 1.2 * (40 << 20) / (SAFE * 8.0)  # more than it had to
+    assert uploader.nbytes_per_s > 0.6 * outcome.pace
+    fresh = Uploader(MemoryStore(objects={}), watch=Training())  # of a node that was restarted
+    again = running(job(R2, nbytes=1 << 30, beside=PACED(0.1, 1e6, outcome.pace)))
+    fresh._running[0] = again
+    fresh._pacer.begin(again)
+    assert fresh._pacer.rate == outcome.pace
+    fresh._running.clear()
 
 
 def test_out_of_time_in_the_middle_of_a_paced_object_leaves_nothing():
