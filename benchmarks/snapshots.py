@@ -63,8 +63,7 @@ from harness.node.progress import ProgressFile, WorkerPhase
 from harness.uploader.client import Line, Local, Remote
 from harness.worker.hold import tensor_of
 from harness.worker.machine import Interval
-from harness.worker.rhythm import Rhythm
-from harness.worker.snapshotter import SENDING
+from harness.worker.rhythm import SENDING, Rhythm
 from harness.worker.training import between_updates
 from storage import Keep, Ref, Snapshots, open_store
 from storage.dcp import Saver, load
@@ -540,7 +539,7 @@ def run_for(way: Way | None, training: Training, minutes: float) -> dict[str, fl
     n, blocked_s, began, t_begin, beside = 0, 0.0, time.perf_counter(), 0.0, list[float]()
     while time.perf_counter() - began < 60 * minutes:
         if way is not None and future is None and rhythm.due(n):
-            way.within_s, way.pace = SENDING * rhythm.interval_s(), rhythm.pace
+            way.within_s, way.pace = rhythm.within_s, rhythm.pace
             training.base_s, t_begin = rhythm.calm_step_s, time.perf_counter()
             future = way.begin()
             stall_s, first = time.perf_counter() - t_begin, True

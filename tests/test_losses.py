@@ -160,6 +160,29 @@ def test_what_is_felt_beside_a_paced_snapshot_counts():
     assert made.interval_s() == daly(2.5, ASSUMED_S)
 
 
+@pytest.mark.parametrize(("free_s", "slow"), [(60.0, 0.5), (300.0, 0.5), (300.0, 0.05), (0.0, 0.0)])
+def test_it_finds_an_interval_in_which_snapshots_are_not_felt(free_s, slow):
+    """Of a snapshot that is felt the more, the less time it has, up to `free_s`."""
+    made, now = rhythm(cost_s=0.005, commit_s=0.0)
+    intervals, lost_s = [], 0.0
+    for _ in range(200):
+        interval_s, within_s = made.interval_s(), made.within_s
+        felt = slow * max(0.0, 1.0 - interval_s / free_s) if free_s else 0.0
+        felt = felt if felt > 0.02 else 0.0
+        made.landed(0.8 * within_s, felt, within_s)
+        intervals.append(interval_s)
+        lost_s += felt * 0.8 * within_s
+        now.s += interval_s
+        made.begin()
+    late = intervals[50:]
+    dearest_s = slow * 0.1 * free_s + 0.005
+    assert max(late) <= max(1.5 * free_s, daly(dearest_s, made.between_losses_s), LEAST_S)
+    # by no more than work that would be lost, if a loss came every hour as is assumed
+    assert lost_s <= sum(s * s for s in intervals) / (2 * ASSUMED_S) + 5.0
+    if slow > 0.1 and free_s < 100:
+        assert lost_s < 0.01 * now.s and min(late) > 0.8 * free_s
+
+
 @pytest.mark.parametrize(
     "said",
     [

@@ -40,7 +40,6 @@ from storage.upload import UploadJob, UploadOutcome
 from storage.upload_job import TrainingBeside
 
 COMMIT_TIMEOUT_S = 600.0  # the longest that leaving waits for its snapshot
-SENDING = 0.5  # of the snapshot interval may pass until the commit, so that nobody feels it
 
 
 class CommitTimeout(HarnessError):
@@ -189,7 +188,7 @@ class Snapshotter:
             data[TAKEN] = t_start
         flight = Flight(ref, t_start, why, unsaved, tensors, plain, data)
         if why == "interval":
-            flight.within_s = SENDING * self._rhythm.interval_s()
+            flight.within_s = self._rhythm.within_s
         self._begin_copy(flight)
         self.parent, self._flight = ref, flight
         self._rhythm.begin()
