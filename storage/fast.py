@@ -26,7 +26,7 @@ from storage.bucket_clients import (
     s3_client,
 )
 from storage.errors import NotFound, StoreError, StoreRefused, StoreUnavailable
-from storage.objects import Keys, folders_of
+from storage.objects import Gate, Keys, folders_of
 from storage.remote import (
     FULL,
     KeyFilter,
@@ -46,6 +46,7 @@ except ImportError:
     obstore = None  # type: ignore[assignment]
 
 PART_NBYTES = 16 << 20  # of an upload
+PACED_NBYTES = 5 << 20  # ... that is sent bit by bit: what S3 takes at least
 READ_NBYTES = 8 << 20  # of a parallel read
 AT_ONCE = 8  # requests of one call
 SMALL_AT_ONCE = 32  # small objects that `get_each` reads at once
@@ -67,7 +68,7 @@ class FastStore:
         scheme, _, rest = url.partition("://")
         bucket, _, prefix = rest.partition("/")
         self._bucket, self._prefix, self._s3 = bucket, prefix, None
-        self.puts_at_once, self.reads_at_once = AT_ONCE, SMALL_AT_ONCE
+        self.reads_at_once = SMALL_AT_ONCE
         self._with_strange_keys: set[str] = set()  # folders that obstore cannot list
         self._named = KeyFilter(url)
         match scheme:
@@ -162,8 +163,27 @@ class FastStore:
                     view,
                     use_multipart=True,
                     chunk_size=part,
-                    max_concurrency=self.puts_at_once,
+                    max_concurrency=AT_ONCE,
                 )
+
+    def put_paced(self, key: str, data: bytes | memoryview, gate: Gate) -> None:
+        """A request each time that a piece is full: the least that S3 takes."""
+        view = memoryview(data).cast("B")
+        if len(view) <= PACED_NBYTES:
+            gate(len(view))
+            self.put(key, view)
+            return
+        piece = max(PACED_NBYTES, -(-len(view) // MAX_PARTS))
+        with (
+            self._answers(key),  # within: an error aborts the upload
+            obstore.open_writer(
+                self._parts, key, buffer_size=piece, max_concurrency=AT_ONCE
+            ) as writer,
+        ):
+            for start in range(0, len(view), piece):
+                some = view[start : start + piece]
+                gate(len(some))
+                writer.write(some)
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
         with self._answers(key):

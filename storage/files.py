@@ -17,7 +17,7 @@ from storage.errors import NotFound, StoreError, StoreRefused, StoreUnavailable
 from storage.objects import copy_into, why_not_a_key
 
 if TYPE_CHECKING:
-    from storage.objects import Keys
+    from storage.objects import Gate, Keys
 
 # What network file systems say while their server restarts or a lease is renewed.
 FALTERING = {
@@ -34,6 +34,7 @@ MOST_NAME_NBYTES = 255  # of a file, on Linux and macOS
 # What file systems say that cannot sync a folder (FUSE, some on a network).
 NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 READS_AT_ONCE = 8  # of small files, which may lie on a network
+PIECE_NBYTES = 4 << 20  # of a file that is written bit by bit
 _memory: dict[str, bytes] = {}  # memory:// of this process; fsspec's own has no create-only write
 _memory_lock = threading.Lock()
 
@@ -128,7 +129,9 @@ class FileStore:
             return f.read() if end is None else f.read(end - (start or 0))
 
     @contextlib.contextmanager
-    def _temporary(self, key: str, data: bytes | memoryview) -> Iterator[tuple[Path, Path]]:
+    def _temporary(
+        self, key: str, data: bytes | memoryview, gate: Gate = lambda nbytes: False
+    ) -> Iterator[tuple[Path, Path]]:
         path = self._path(key)
         if any(len(os.fsencode(part)) > MOST_NAME_NBYTES for part in path.parts):
             raise StoreError(
@@ -148,7 +151,12 @@ class FileStore:
                 with open(temporary, "wb", buffering=0) as f:
                     view, at = memoryview(data).cast("B"), 0
                     while at < len(view):
-                        at += f.write(view[at:])
+                        some = view[at : at + PIECE_NBYTES]
+                        if gate(len(some)):
+                            at += f.write(some)
+                            _let_go(f.fileno(), at)
+                        else:
+                            at += f.write(view[at:])
                     if self._durable:
                         os.fsync(f.fileno())
                 yield temporary, path
@@ -182,6 +190,12 @@ class FileStore:
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         with self._temporary(key, data) as (temporary, path):
+            os.replace(temporary, path)
+
+    def put_paced(self, key: str, data: bytes | memoryview, gate: Gate) -> None:
+        """What was written is on the disk before the next piece, so none has to make up for many;
+        and it leaves the page cache, where it would displace what the training reads."""
+        with self._temporary(key, data, gate) as (temporary, path):
             os.replace(temporary, path)
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
@@ -276,6 +290,14 @@ class FileStore:
                 errno.EROFS: "the file system is read-only; choose another run URL",
             }.get(e.errno or 0, "check the path")
             raise StoreRefused(f"{self.url}/{key}: {e.strerror or e}: {hint}") from e
+
+
+def _let_go(fd: int, nbytes: int) -> None:
+    """What was written of a file goes to the disk, and out of memory."""
+    if hasattr(os, "fdatasync"):
+        os.fdatasync(fd)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _sync_folder(folder: Path) -> None:

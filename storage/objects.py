@@ -32,6 +32,8 @@ from storage.errors import NotFound, StoreError
 
 T = TypeVar("T")
 Keys = list[str]  # in classes, where `list` is a method
+# waits until so many more bytes may be sent: is it still to be slow? Raises if they never may
+Gate = Callable[[int], bool]
 
 
 @runtime_checkable
@@ -75,10 +77,12 @@ class ReadsInto(Protocol):
 
 
 @runtime_checkable
-class PutsInPieces(Protocol):
-    """A store that sends a large object by several requests at once."""
+class PutsPaced(Protocol):
+    """A store that can send an object bit by bit."""
 
-    puts_at_once: int  # requests of one put; may be lowered, for the puts that begin from then on
+    def put_paced(self, key: str, data: bytes | memoryview, gate: Gate) -> None:
+        """As `put`, but `gate` is asked before each piece. What it raises travels, and then nothing
+        is left of this object, or the old one stays."""
 
 
 @runtime_checkable
@@ -148,9 +152,13 @@ def read_into(store: ObjectStore, key: str, start: int, buffer: memoryview) -> i
     return copy_into(store.get(key, start, start + buffer.nbytes), buffer)
 
 
-def puts_at_once(store: ObjectStore) -> int:
-    """Requests that one put makes at once. For any store."""
-    return store.puts_at_once if isinstance(store, PutsInPieces) else 1
+def put_paced(store: ObjectStore, key: str, data: bytes | memoryview, gate: Gate) -> None:
+    """See `PutsPaced`. For any store; to one that cannot, a whole object is one piece."""
+    if isinstance(store, PutsPaced):
+        store.put_paced(key, data, gate)
+    else:
+        gate(memoryview(data).nbytes)
+        store.put(key, data)
 
 
 def reads_at_once(store: ObjectStore) -> int:
@@ -202,12 +210,6 @@ def _each(
                 yield key, answer
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-def limit_puts(store: ObjectStore, requests: int) -> None:
-    """No more than so many requests of one put at once, from the next put on. For any store."""
-    if isinstance(store, PutsInPieces):
-        store.puts_at_once = requests
 
 
 def abort_stale_uploads(store: ObjectStore, older_than_s: float) -> list[str]:

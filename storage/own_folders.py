@@ -56,12 +56,13 @@ def own_folder(folder: Path) -> Path:
     return folder
 
 
-def check_caller(wire: socket.socket) -> None:
-    """Raises NotOurs if another user is at the other end of a Unix socket. Root may be anybody.
-    Where the system does not tell (macOS), the folder of the socket must do."""
+def check_caller(wire: socket.socket) -> int:
+    """The process at the other end of a Unix socket. Raises NotOurs if it is another user's. Root
+    may be anybody. Where the system does not tell (macOS), the folder of the socket must do: 0."""
     if not hasattr(socket, "SO_PEERCRED"):
-        return
+        return 0
     size = struct.calcsize("3i")
-    _, uid, _ = struct.unpack("3i", wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    pid, uid, _ = struct.unpack("3i", wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     if uid not in (0, os.geteuid()):
         raise NotOurs(f"the user with the id {uid} is at the other end of our socket")
+    return int(pid)

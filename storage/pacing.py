@@ -1,137 +1,209 @@
-"""How much of a snapshot is on its way at once: as the throttle says, and all of it where somebody
-waits."""
+"""How fast a snapshot leaves: as the training beside it does not feel, at full speed where somebody
+waits.
+
+Whoever hashes or sends asks the gate before each piece. A token bucket over bytes opens it, and the
+training's own steps say how wide (`throttle.py`). At a deadline, or when the training stands still
+for a snapshot, it is wide open at once, for what is in the middle of a request as well.
+"""
 
 from __future__ import annotations
 
 import math
-import statistics
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from storage.lanes import Lanes, Running
-from storage.objects import ObjectStore, limit_puts, puts_at_once
-from storage.throttle import Throttle, levels
+from storage.last_in_line import AT_NICE, FIRST, LAST, LastInLine
+from storage.throttle import FASTER, RateSearch
 
-WINDOW_STEPS = 3  # steps whose median says how fast the training goes
-LOOKS_PER_STEP = 8  # at the training, within a longest and a shortest time between two
-LOOK_S = (0.02, 0.5)
+LOOKS_PER_STEP = 4  # at the training, within a longest and a shortest time between two
+LOOK_S = (0.2, 0.5)
+FASTER_BY = 1.1  # times the rate: then those who wait are told
+SAFE = 0.8  # of a job's time is planned with; rates vary
+LEAST_RATE = 64 << 10  # bytes per second; never so slow that nothing moves
+LITTLE_NBYTES = 4 << 20  # that nobody feels, as they are one request: all at once
+WORK = 1.2  # times the bytes: hashing them, and summing them up, has its share of the bucket
+HASH_SHARE = 0.1  # of a byte that is sent, for one that is hashed or summed up
+LATE = 1.5  # times the rate that was needed at first: it has not got what it should have
 
-# what a job's `watch` says: steps done; does the training wait for us? None: unknown
-TrainingWatch = Callable[[str], tuple[int, bool] | None]
+
+@dataclass(frozen=True)
+class TrainingSeen:
+    """`steps` done, the last of them at `t_s` (monotonic); does the training wait for us?"""
+
+    steps: int
+    waits: bool
+    t_s: float
+
+
+# what is seen where a job's `beside.watch` says; None: nobody trains there
+TrainingWatch = Callable[[str], TrainingSeen | None]
+
+
+class TokenBucket:
+    """`rate` bytes per second, of which none are saved up. Each taker goes when those before it
+    are paid for. Pure: `now` in seconds."""
+
+    def __init__(self, now: float):
+        self.rate, self._t = math.inf, now
+        self._taken = self._paid = 0.0
+
+    def set(self, rate: float, now: float) -> None:
+        """From now on; for those who wait as well."""
+        self._pay(now)
+        self.rate = rate
+
+    def take(self, nbytes: float, now: float) -> float:
+        """Whose turn it is, for `wait_s`."""
+        self._pay(now)
+        turn = self._taken
+        self._taken += nbytes
+        return turn
+
+    def wait_s(self, turn: float, now: float) -> float:
+        """Until then, at this rate; 0: go."""
+        self._pay(now)
+        return max(0.0, turn - self._paid) / self.rate
+
+    def _pay(self, now: float) -> None:
+        paid = self._taken if self.rate == math.inf else self._paid + self.rate * (now - self._t)
+        self._paid, self._t = min(self._taken, paid), now
 
 
 class Pacer:
-    """Sets the limits of lanes and store, and watches the training while a job is sent.
+    """Holds the gate, sets the lanes, and watches the training while a job is sent.
 
-    sending: the jobs that are not yet written. draining: there is a deadline, so send all at once.
+    `sending`: the jobs that are not yet written. `draining`: there is a deadline.
     """
 
     def __init__(
         self,
-        store: ObjectStore,
         lanes: Lanes,
         sending: Callable[[], list[Running]],
         watch: TrainingWatch,
+        line: LastInLine,
+        now: Callable[[], float] = time.monotonic,
     ):
-        self._store, self._lanes, self._sending, self._watch = store, lanes, sending, watch
-        self._levels, self.level = levels(lanes.limit, puts_at_once(store)), 0
-        self.throttle, self.draining = Throttle(len(self._levels)), False
-        self._lock, self._watching = threading.Lock(), False
+        self._lanes, self._sending, self._watch, self._line = lanes, sending, watch, line
+        self._now, self._bucket, self._changed = now, TokenBucket(now()), threading.Condition()
+        self.search, self._world = RateSearch(), 0
+        self.draining = self._waits = self._looking = False
+        self._passed = 0  # bytes, through the gate
 
     @property
-    def requests(self) -> int:
-        """Puts, times requests of each, that are sent at once now."""
-        return math.prod(self._levels[self.level])
+    def rate(self) -> float:
+        """Bytes per second; infinite: full speed."""
+        return self._bucket.rate
 
-    def set(self, hurry: bool = False) -> int:
-        """Set how much may be on its way: as the throttle says, or all of it when there is a
-        deadline or somebody waits. The level."""
-        with self._lock:
-            sending = self._sending()
-            left = sum(one.left for one in sending)
-            left_s = min(
-                (one.t_start + one.job.within_s - time.monotonic() for one in sending), default=0.0
-            )
-            level = 0 if hurry or self.draining else self.throttle.allowed(left, left_s)
-            watched = next(
-                (
-                    one
-                    for one in sending
-                    if one.job.watch and one.job.step_s > 0 and one.job.within_s > 0
-                ),
-                None,
-            )
-            begin, self._watching = (
-                watched is not None and not self._watching,
-                self._watching or watched is not None,
-            )
-            self.level, (self._lanes.limit, requests) = level, self._levels[level]
-            limit_puts(self._store, requests)
-        if begin:
-            threading.Thread(
-                target=self._look, args=(watched,), name="upload-pace", daemon=True
-            ).start()
-        return level
+    @property
+    def paced(self) -> bool:
+        return self.rate < math.inf
 
-    def _look(self, one: Running) -> None:
-        """Watches the training for as long as this job is sent."""
-        pause_s = min(max(one.job.step_s / LOOKS_PER_STEP, LOOK_S[0]), LOOK_S[1])
-        window, before = _Window(-1, 0, 0.0), list[float]()
-        while one in self._sending():
-            seen = self._watch(one.job.watch)
-            waits = seen is not None and seen[1]
-            level, now, sent = self.set(hurry=waits), time.monotonic(), self._lanes.sent_nbytes
-            if (
-                seen is None
-                or waits
-                or window.level != level
-                or self._lanes.busy > self._lanes.limit
-            ):
-                window = _Window(level, sent, now)
-            if seen is not None:
-                window.look(seen[0], now)
-            if window.steps_s:
-                slowdown = window.slowdown(one.job.step_s)
-                one.slowdown = max(0.0, statistics.median([*before, slowdown]))
-                if len(window.steps_s) >= WINDOW_STEPS and sent > window.sent:
-                    before.append(slowdown)
-                    self.throttle.observe(level, slowdown, sent - window.sent, now - window.t_start)
-                    window = replace(window, sent=sent, t_start=now, steps_s=[])
-            time.sleep(pause_s)
-        if len(window.steps_s) == WINDOW_STEPS - 1:  # it was short; better so than never
-            sent, now = self._lanes.sent_nbytes, time.monotonic()
-            self.throttle.observe(
-                window.level,
-                window.slowdown(one.job.step_s),
-                sent - window.sent,
-                now - window.t_start,
-            )
-        with self._lock:
-            self._watching = False
-        self.set()  # for who comes next
+    @property
+    def surely(self) -> float:
+        """Bytes per second that the store has taken, at least."""
+        return self.search.rate / FASTER
+
+    def gate(self, nbytes: int) -> bool:
+        """`storage.objects.Gate`, for a piece that is about to be sent. Waits no longer than the
+        jobs that are sent have time."""
+        with self._changed:
+            turn = self._bucket.take(nbytes, self._now())
+            while (wait_s := self._bucket.wait_s(turn, self._now())) > 0:
+                self._changed.wait(min(wait_s, LOOK_S[1]))
+                self._set()
+            self._passed += nbytes
+            return self.paced
+
+    def hashing(self, nbytes: int) -> None:
+        """The same before so many bytes are hashed."""
+        self.gate(round(HASH_SHARE * nbytes))
+
+    def begin(self, one: Running) -> None:
+        """This job is sent from now on."""
+        job = one.job
+        with self._changed:
+            if self._world != job.world or (not self.search.rate and job.beside.pace):
+                self.search, self._world = RateSearch(job.beside.pace), job.world
+            self._set()
+            if job.beside.may_last and not self._looking:
+                self._looking = True
+                threading.Thread(target=self._look, name="upload-pace", daemon=True).start()
+
+    def set(self) -> None:
+        """What was said or seen has changed."""
+        with self._changed:
+            self._set()
+
+    def _set(self) -> None:
+        now, sending, before = self._now(), self._sending(), self.rate
+        hurry, rate, place = self.draining or self._waits, math.inf, AT_NICE
+        left = WORK * sum(one.left for one in sending)
+        may_last = all(one.job.beside.may_last for one in sending) and left > LITTLE_NBYTES
+        if may_last and not hurry:
+            left_s = min(one.t_start + SAFE * one.job.beside.within_s - now for one in sending)
+            rate = max(LEAST_RATE, self.search.allowed(left, left_s))
+            first = WORK * sum(one.job.nbytes / one.job.beside.within_s for one in sending) / SAFE
+            place = FIRST if left_s <= 0 else LAST if left <= LATE * first * left_s else AT_NICE
+        self._bucket.set(rate, now)
+        if rate > FASTER_BY * before:
+            self._changed.notify_all()
+        self._lanes.paced = self.paced
+        self._line.stand(FIRST if hurry else place)
+
+    # ---- the training ----------------------------------------------------------------------------
+    def _look(self) -> None:
+        """For as long as there is something to look at."""
+        try:
+            last: _Since | None = None
+            while (one := self._watched()) is not None:
+                last = self._look_at(one, last)
+                step_s = one.job.beside.step_s
+                time.sleep(min(max(step_s / LOOKS_PER_STEP, LOOK_S[0]), LOOK_S[1]))
+        finally:
+            with self._changed:
+                self._waits = self._looking = False
+                self.set()
+
+    def _watched(self) -> Running | None:
+        with self._changed:
+            one = next((one for one in self._sending() if one.job.beside.may_last), None)
+            self._looking = one is not None
+            return one
+
+    def _look_at(self, one: Running, last: _Since | None) -> _Since | None:
+        """`last`: the step that was seen before; what is since then, beside one and the same
+        rate, from beginning to end."""
+        beside, seen = one.job.beside, self._watch(one.job.beside.watch)
+        self._waits = seen is None or seen.waits  # who is gone feels nothing
+        self.set()
+        pace = self.rate
+        if seen is None or not self.paced:
+            return None
+        here = _Since(beside.watch, seen.steps, seen.t_s, self._passed, pace)
+        if last is None or last.watch != beside.watch or seen.steps < last.steps:
+            return _Since(beside.watch, seen.steps, 0.0, 0, pace)  # it began before we sent
+        n = seen.steps - last.steps
+        if not n:
+            return last
+        if last.t_s:
+            step_s = (seen.t_s - last.t_s) / n
+            # of several short ones it is the mean, and counts as one, as that varies less
+            self.search.observe(step_s, beside.step_s, here.passed - last.passed, n, pace)
+            for other in self._sending():
+                other.steps_s.append(step_s)
+        return here
 
 
-@dataclass
-class _Window:
-    """Some steps of the training while the level was the same."""
+@dataclass(frozen=True)
+class _Since:
+    """The end of a step of the training at `watch`; 0: when is not known. `passed`: bytes until
+    then."""
 
-    level: int
-    sent: int  # bytes, when it began
-    t_start: float
-    steps_s: list[float] = field(default_factory=list)
-    last: tuple[int, float] | None = None  # steps done, and when that was first seen
-
-    def look(self, steps: int, now: float) -> None:
-        if self.last is None:
-            self.last = steps, -1.0  # how long ago it ended nobody knows
-        elif steps != self.last[0]:
-            if self.last[1] >= 0 and steps > self.last[0]:
-                self.steps_s += [(now - self.last[1]) / (steps - self.last[0])] * (
-                    steps - self.last[0]
-                )
-            self.last = steps, now
-
-    def slowdown(self, step_s: float) -> float:
-        return statistics.median(self.steps_s) / step_s - 1.0
+    watch: str
+    steps: int
+    t_s: float
+    passed: int
+    pace: float

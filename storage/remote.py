@@ -19,10 +19,11 @@ from storage.files import refuse_to_leave
 from storage.objects import copy_into
 
 if TYPE_CHECKING:
-    from storage.objects import Keys
+    from storage.objects import Gate, Keys
 
 log = logging.getLogger("storage")
 BLOCK_NBYTES = 64 << 20  # of what fsspec uploads of a larger object at once
+PACED_NBYTES = 8 << 20  # ... bit by bit; some clients take no less than 5 MiB
 READS_AT_ONCE = 8  # small objects
 
 
@@ -68,15 +69,23 @@ class FsspecStore:
                 raise
 
     def put(self, key: str, data: bytes | memoryview) -> None:
+        self._put(key, data, lambda nbytes: False, BLOCK_NBYTES)
+
+    def put_paced(self, key: str, data: bytes | memoryview, gate: Gate) -> None:
+        self._put(key, data, gate, PACED_NBYTES)
+
+    def _put(self, key: str, data: bytes | memoryview, gate: Gate, block: int) -> None:
         view = memoryview(data).cast("B")
         with self._answers(key):
-            if len(view) <= BLOCK_NBYTES:
+            if len(view) <= block:
+                gate(len(view))
                 self._fs.pipe_file(self._path(key), bytes(view))  # their clients take nothing else
                 return
-            file = self._fs.open(self._path(key), "wb", block_size=BLOCK_NBYTES)
+            file = self._fs.open(self._path(key), "wb", block_size=block)
             try:
-                for start in range(0, len(view), BLOCK_NBYTES):
-                    file.write(view[start : start + BLOCK_NBYTES])
+                for start in range(0, len(view), block):
+                    gate(len(view[start : start + block]))
+                    file.write(view[start : start + block])
             except BaseException:
                 file.discard()  # and not `close`, which would finish the object as far as it got
                 file.closed = True  # or the garbage collector would

@@ -13,15 +13,14 @@ from storage.errors import NotFound, StoreRefused, StoreUnavailable
 from storage.objects import (
     abort_stale_uploads,
     folders,
-    limit_puts,
-    puts_at_once,
+    put_paced,
     read_into,
     reads_at_once,
 )
 
 if TYPE_CHECKING:
     from storage.errors import StoreError
-    from storage.objects import Keys, ObjectStore
+    from storage.objects import Gate, Keys, ObjectStore
 
 RETRY_WITHIN_S = 60.0  # how long a store may be silent before callers hear of it
 # how long a store that has answered may refuse before it is believed; the variable
@@ -111,6 +110,9 @@ class Retrying:
     def put(self, key: str, data: bytes | memoryview) -> None:
         self._call("write", self.inner.put, key, data)
 
+    def put_paced(self, key: str, data: bytes | memoryview, gate: Gate) -> None:
+        self._call("write", put_paced, self.inner, key, data, gate)
+
     def create(self, key: str, data: bytes | memoryview) -> bool:
         unknown = False
 
@@ -159,14 +161,6 @@ class Retrying:
 
     def folders(self) -> Keys:
         return self._call("list", folders, self.inner)
-
-    @property
-    def puts_at_once(self) -> int:
-        return puts_at_once(self.inner)
-
-    @puts_at_once.setter
-    def puts_at_once(self, requests: int) -> None:
-        limit_puts(self.inner, requests)
 
     @property
     def reads_at_once(self) -> int:

@@ -15,7 +15,7 @@ import pytest
 
 from storage.errors import NotFound, StoreError
 from storage.manifest import Ref
-from storage.objects import ObjectStore, folders, read_into
+from storage.objects import ObjectStore, folders, put_paced, read_into
 from storage.probe import probe
 from storage.snapshots import Snapshots
 
@@ -79,6 +79,39 @@ class StoreContract:
         assert store.create("c", memoryview(buffer))
         buffer[:] = b"later"
         assert (store.get("k"), store.get("c")) == (b"first", b"first")
+
+    @pytest.mark.parametrize("nbytes", [0, 10, (5 << 20) + 1, LARGE_NBYTES])
+    def test_what_is_put_bit_by_bit_is_whole(self, store: ObjectStore, nbytes: int) -> None:
+        data, asked = random.Random(1).randbytes(nbytes), list[int]()
+
+        def gate(piece: int) -> bool:
+            asked.append(piece)
+            return len(asked) < 4  # then at full speed
+
+        put_paced(store, "p", memoryview(data), gate)
+        assert store.get("p") == data
+        assert sum(asked) <= nbytes and (asked or not nbytes)
+
+    @pytest.mark.parametrize("before", [b"old", None])
+    def test_what_is_given_up_bit_by_bit_leaves_nothing(
+        self, store: ObjectStore, before: bytes | None
+    ) -> None:
+        if before is not None:
+            store.put("p", before)
+        left = LARGE_NBYTES
+
+        def gate(piece: int) -> bool:
+            nonlocal left
+            left -= piece
+            if left <= LARGE_NBYTES // 2:
+                raise StoreError("it takes too long")
+            return True
+
+        with pytest.raises(StoreError, match="it takes too long"):
+            put_paced(store, "p", bytes(LARGE_NBYTES), gate)
+        assert store.list("") == ([] if before is None else ["p"])
+        if before is not None:
+            assert store.get("p") == before
 
     @pytest.mark.parametrize(("start", "end"), RANGES)
     def test_ranges(self, store: ObjectStore, start: int | None, end: int | None) -> None:

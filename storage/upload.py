@@ -5,8 +5,8 @@ An `Uploader` takes `UploadJob`s whose bytes lie in host memory (`staging.Segmen
 `UploadOutcome` of each, once. It may run in the trainer's process or, better, in one of its own
 that outlives the trainer. Parts of older snapshots go first. When a deadline is set (`drain`), what
 is surest goes first, and what is not written when time is up is given up, so that the last word
-said of it is true. Without one it watches the training's steps, where it is told how, and sends
-less at once when that helps them (`throttle.py`).
+said of it is true. Without one it watches the training's steps, where it is told how, and sends no
+faster than they allow (`pacing.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from tenacity import (
 )
 
 from storage.errors import StoreError, StoreUnavailable
-from storage.lanes import Ahead, Lanes, Running, be_nice
+from storage.lanes import Ahead, Lanes, Running
+from storage.last_in_line import LastInLine
 from storage.leases import Watch
 from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore
@@ -36,7 +37,7 @@ from storage.pacing import Pacer, TrainingWatch
 from storage.parts import chunk_hash
 from storage.retention import Keep
 from storage.snapshots import Snapshots
-from storage.throttle import Throttle
+from storage.throttle import slowdown
 from storage.upload_job import Forecast, UploadJob, UploadOutcome, forecast
 from storage.weights import combined, weights_sum
 
@@ -66,7 +67,7 @@ class Uploader:
         check: CommitCheck = lambda ref: None,
         on_outcome: Callable[[UploadJob, UploadOutcome], None] = lambda job, outcome: None,
         lanes: int = LANES,
-        nice: int = 0,
+        line: LastInLine | None = None,
         commit_timeout_s: float = COMMIT_TIMEOUT_S,
         watch: TrainingWatch = lambda where: None,
     ):
@@ -76,12 +77,12 @@ class Uploader:
             check,
             on_outcome,
         )
-        self._commit_timeout_s, self._nice = commit_timeout_s, nice
+        self._commit_timeout_s, self._line = commit_timeout_s, line or LastInLine()
         self._lock = threading.Lock()
         self._running: dict[int, Running] = {}
         self._numbers = itertools.count()
-        self._lanes = Lanes(lanes, nice)
-        self._pacer = Pacer(store, self._lanes, self._sending, watch)
+        self._lanes = Lanes(lanes, self._line)
+        self._pacer = Pacer(self._lanes, self._sending, watch, self._line)
         self._deadline_s: float | None = None  # monotonic
         self._base, self._hashes = _Base(self.snapshots), _Hashes(self.snapshots)
         self._leases = Watch()
@@ -99,7 +100,7 @@ class Uploader:
             one = Running(job, view, done, next(self._numbers), job.nbytes, time.monotonic())
             self._running[one.number] = one
         expect(self._plan())
-        self._pacer.set()
+        self._pacer.begin(one)
         threading.Thread(
             target=self._run, args=(one,), name=f"upload-{job.ref}", daemon=True
         ).start()
@@ -120,17 +121,16 @@ class Uploader:
         return self._plan()
 
     @property
-    def throttle(self) -> Throttle:
-        return self._pacer.throttle
-
-    @property
     def nbytes_per_s(self) -> float:
-        """Measured while something was on its way; a cautious guess before that."""
-        return self._lanes.nbytes_per_s
+        """At full speed: measured while something was on its way; a cautious guess before that."""
+        return max(self._lanes.nbytes_per_s, self._pacer.surely)
 
     # ---- one job ---------------------------------------------------------------------------------
     def _run(self, one: Running) -> None:
-        be_nice(self._nice)
+        with self._line.member():
+            self._carry(one)
+
+    def _carry(self, one: Running) -> None:
         job = one.job
         try:
             manifest, parts = self._send_for_others(one)
@@ -154,8 +154,8 @@ class Uploader:
                 "CommitTimeout" if error else "",
                 parts,
                 job.note,
-                one.slowdown,
-                one.requests,
+                slowdown(one.steps_s, job.beside.step_s),
+                self._pacer.search.rate,
             )
         except Exception as e:  # whatever it is, the one who waits for us must hear of it
             outcome = UploadOutcome(
@@ -216,23 +216,25 @@ class Uploader:
         self._check(job.ref)
         files = {name: one.view[start:end] for name, (start, end) in job.files.items()}
 
-        known = self._hashes.of(job, files)
+        known = self._hashes.of(job, files, self._pacer.hashing)
 
         def data() -> dict[str, Any]:  # made while the lanes send
             if not job.weights:
                 return job.data
-            total = weights_sum(job.tensors, files, job.weights, known.sums, known.made)
+            total = weights_sum(
+                job.tensors, files, job.weights, known.sums, known.made, self._pacer.hashing
+            )
             return {**job.data, "weights": combined([f"{total:x}"])}
 
         snapshots = Snapshots(
-            Ahead(self.store, self._lanes, one, self._left_s), self.snapshots.chunk_nbytes
+            Ahead(self.store, self._lanes, one, self._left_s, self._pacer.gate),
+            self.snapshots.chunk_nbytes,
         )
         base = self._base.newest()
         mine = snapshots.write(
             job.ref, job.rank, job.world, files, job.tensors, data, job.token, base, known.chunks
         )
         self._hashes.keep(job, known)
-        one.requests = self._pacer.requests
         self._check(job.ref)  # sending may have taken long
         manifest = self.snapshots.commit(job.ref, job.world, job.rank)
         one.written = True
@@ -324,20 +326,27 @@ class _Hashes:
     def __init__(self, snapshots: Snapshots):
         self._snapshots, self._last = snapshots, dict[int, _Hashed]()
 
-    def of(self, job: UploadJob, files: Mapping[str, memoryview]) -> _Hashed:
-        """Hash what is not the same."""
+    def of(
+        self, job: UploadJob, files: Mapping[str, memoryview], pause: Callable[[int], None]
+    ) -> _Hashed:
+        """Hash what is not the same. `pause` is called before so many bytes."""
         last = self._last.get(job.rank, _Hashed())
         since = job.unchanged.since
         if not since or last.since != since or last.files != job.files:
             last = _Hashed()
         size = self._snapshots.chunk_nbytes
         found = _Hashed(f"{job.token} {job.ref.name}", dict(job.files))
+
+        def hashed(content: memoryview) -> str:
+            pause(len(content))
+            return chunk_hash(content)
+
         for name, view in files.items():
             before = last.chunks.get(name, {})
             found.chunks[name] = {
                 i: before[i]
                 if i in before and job.unchanged.covers(name, start, min(start + size, len(view)))
-                else chunk_hash(view[start : start + size])
+                else hashed(view[start : start + size])
                 for i, start in enumerate(range(0, len(view), size))
             }
         for (name, i), total in last.made.items():

@@ -41,6 +41,23 @@ class Unchanged:
 
 
 @dataclass(frozen=True)
+class TrainingBeside:
+    """The training that goes on while a snapshot is sent, for whose sake it may last `within_s`; 0:
+    full speed. `step_s`: of an undisturbed step; 0: unknown. `pace`: bytes per second from the
+    node that it has not felt so far; 0: unknown. `watch`: where it is seen, for `TrainingWatch`."""
+
+    step_s: float = 0.0
+    within_s: float = 0.0
+    pace: float = 0.0
+    watch: str = ""
+
+    @property
+    def may_last(self) -> bool:
+        """Who cannot be seen may be waiting."""
+        return self.within_s > 0 and bool(self.watch)
+
+
+@dataclass(frozen=True)
 class UploadJob:
     """One rank's share of a snapshot. Plain data: `to_dict` goes through JSON."""
 
@@ -57,9 +74,7 @@ class UploadJob:
     before: dict[str, str] = field(default_factory=dict)
     # fields of retention.Keep: prune after the commit; None: another rank does
     keep: dict[str, Any] | None = None
-    step_s: float = 0.0  # of an undisturbed training step; 0: unknown
-    within_s: float = 0.0  # it may take so long for the sake of the training's speed; 0: full speed
-    watch: str = ""  # where the training's progress is seen, for `TrainingWatch`
+    beside: TrainingBeside = field(default_factory=TrainingBeside)
     # the caller's own, returned with the outcome
     note: dict[str, Any] = field(default_factory=dict)
 
@@ -68,15 +83,17 @@ class UploadJob:
         return sum(end - start for start, end in self.files.values())
 
     def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "ref": self.ref.name, "unchanged": vars(self.unchanged)}
+        inside = {"unchanged": vars(self.unchanged), "beside": vars(self.beside)}
+        return {**vars(self), "ref": self.ref.name, **inside}
 
     @classmethod
     def from_dict(cls, body: dict[str, Any]) -> UploadJob:
         files = {name: (int(start), int(end)) for name, (start, end) in body["files"].items()}
-        unchanged = Unchanged.from_dict(body["unchanged"])
-        return cls(
-            **{**body, "ref": Ref.parse(body["ref"]), "files": files, "unchanged": unchanged}
-        )
+        inside: dict[str, Any] = {
+            "unchanged": Unchanged.from_dict(body["unchanged"]),
+            "beside": TrainingBeside(**body["beside"]),
+        }
+        return cls(**{**body, "ref": Ref.parse(body["ref"]), "files": files, **inside})
 
 
 @dataclass(frozen=True)
@@ -91,10 +108,9 @@ class UploadOutcome:
     kind: str = ""  # name of the error's class
     parts: dict[str, str] = field(default_factory=dict)  # of what we wrote: part key -> file name
     note: dict[str, Any] = field(default_factory=dict)
-    # of the training's steps while it was sent: 0.1 is a tenth longer; 0 also if it was not
-    # measured
+    # of the training's steps while it was sent: 0.1 is a tenth longer; 0 also if nobody can tell
     slowdown: float = 0.0
-    requests: int = 0  # puts, times requests of each, that the throttle left at once in the end
+    pace: float = 0.0  # bytes per second from the node that are not felt; 0: not known yet
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "ref": self.ref.name}

@@ -20,6 +20,7 @@ import xxhash
 
 BLOCK = 1 << 14  # words; k(i) = inner[i % BLOCK] * outer(i // BLOCK)
 AT_ONCE = 8  # blocks: few calls, and in a processor's cache as 64-bit numbers
+BETWEEN_PAUSES = 1 << 20  # words
 MASK = (1 << 64) - 1
 
 
@@ -29,12 +30,14 @@ def weights_sum(
     prefix: str,
     known: Mapping[tuple[str, int], int] | None = None,
     made: dict[tuple[str, int], int] | None = None,
+    pause: Callable[[int], object] = lambda nbytes: None,
 ) -> int:
     """Of all chunks of `tensors` (an index as in `Manifest.tensors`, whose chunks name a file of
     `files`) whose name begins with `prefix`; that is left out of what is hashed. Add the sums of
     all ranks with `combined`.
 
     `known`: sums of chunks that are not to be made again, by tensor and number; `made` gets all.
+    `pause` is called before so many bytes are summed up.
     """
     total, made = 0, {} if made is None else made
     for name, entry in tensors.items():
@@ -43,7 +46,7 @@ def weights_sum(
                 found = (known or {}).get((name, i))
                 if found is None:
                     data = files[chunk["part"]][chunk["start"] : chunk["end"]]
-                    found = _chunk_sum(name.removeprefix(prefix), entry, chunk, data)
+                    found = _chunk_sum(name.removeprefix(prefix), entry, chunk, data, pause)
                 made[name, i] = found
                 total += found
     return total & MASK
@@ -71,7 +74,11 @@ def combined(sums: list[str]) -> str:
 
 
 def _chunk_sum(
-    name: str, entry: Mapping[str, Any], chunk: Mapping[str, Any], data: memoryview
+    name: str,
+    entry: Mapping[str, Any],
+    chunk: Mapping[str, Any],
+    data: memoryview,
+    pause: Callable[[int], object] = lambda nbytes: None,
 ) -> int:
     shape, sizes, offsets = entry["shape"], chunk["sizes"], chunk["offsets"]
     elements = math.prod(sizes)
@@ -83,7 +90,7 @@ def _chunk_sum(
     total = key if not any(offsets) else 0
     for first, start, n in _runs(shape, sizes, offsets):
         total += key * _run_sum(
-            words[start * per_element : (start + n) * per_element], first * per_element
+            words[start * per_element : (start + n) * per_element], first * per_element, pause
         )
     return total & MASK
 
@@ -117,10 +124,13 @@ def _runs(shape: list[int], sizes: list[int], offsets: list[int]) -> Iterator[tu
         yield base + sum(p * s for p, s in zip(place, strides, strict=False)), i * run, run
 
 
-def _run_sum(words: np.ndarray[Any, Any], first: int) -> int:
-    total, at = 0, 0
+def _run_sum(words: np.ndarray[Any, Any], first: int, pause: Callable[[int], object]) -> int:
+    total, at, due = 0, 0, 0
     wide = np.empty((min(AT_ONCE, len(words) // BLOCK), BLOCK), np.uint64)
     while at < len(words):
+        if at >= due:
+            pause((min(len(words), at + BETWEEN_PAUSES) - at) * words.itemsize)
+            due = at + BETWEEN_PAUSES
         block, inside = divmod(first + at, BLOCK)
         if inside == 0 and len(words) - at >= BLOCK:  # whole blocks, many at once
             n = min(AT_ONCE, (len(words) - at) // BLOCK)

@@ -79,7 +79,7 @@ FILE_S = {
     "test_objects.py": 30,
     "test_sim.py": 28,
     "test_wandb_run.py": 40,
-    "test_throttle.py": 27,
+    "test_throttle.py": 40,
     "test_trackers.py": 25,
     "test_launch_sky.py": 16,
     "test_watch_processes.py": 20,

@@ -18,7 +18,7 @@ PURE = {  # by file; no torch, sky, sockets, wall clock, global randomness
     "clouds": {"market"},
     "agent": {"ends", "gossip", "leaderless", "lines_protocol", "machine"},
     "worker": {"machine"},
-    "views": {"alert_rules", "alert_state", "alerts", "beside", "blame", "breaks", "events", "interruption", "ledger", "ledger_parts", "moments", "painting", "postmortem", "rows", "side_jobs", "spans", "speed", "spikes", "testimony", "what_if"},
+    "views": {"alert_rules", "alert_state", "alerts", "beside", "blame", "breaks", "events", "interruption", "ledger", "ledger_parts", "moments", "painting", "postmortem", "rows", "side_jobs", "snapshot_costs", "spans", "speed", "spikes", "testimony", "what_if"},
     "proof": {"check_case", "check_evidence", "check_rules", "check_script", "check_state", "check_worlds", "forecasting", "invariants", "market_fleet", "market_peers", "market_quick", "market_replay", "market_table", "sim", "sim_members", "sim_money", "sim_world"},
     "testing": {"situations"},
     "watch": {"due"},

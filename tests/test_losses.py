@@ -140,6 +140,76 @@ def test_what_a_snapshot_costs_is_its_stall_and_the_slower_steps_beside_it():
     assert made.interval_s() == 297.0  # uploads never overlap
 
 
+def test_what_took_its_time_on_purpose_makes_no_interval_longer():
+    made, _ = rhythm(commit_s=8.0)
+    made.landed(20.0, 0.0, within_s=30.0)  # paced
+    assert made.commit_s == 8.0
+    made.landed(5.0, 0.0, within_s=30.0)
+    assert made.commit_s == 5.0  # it can be as fast as that
+    made.landed(40.0, 0.0, within_s=30.0)  # as fast as it could, and late
+    assert made.commit_s == 40.0 and made.interval_s() == 120.0
+    made.landed(400.0, 0.0)
+    assert made.interval_s() == 1200.0
+
+
+def test_what_is_felt_beside_a_paced_snapshot_counts():
+    made, _ = rhythm(cost_s=0.5)
+    for _ in range(5):
+        made.landed(100.5, 0.02, within_s=200.0)
+    assert made.cost_s == pytest.approx(2.5)
+    assert made.interval_s() == daly(2.5, ASSUMED_S)
+
+
+@pytest.mark.parametrize(("free_s", "slow"), [(60.0, 0.5), (300.0, 0.5), (300.0, 0.05), (0.0, 0.0)])
+def test_it_finds_an_interval_in_which_snapshots_are_not_felt(free_s, slow):
+    """Of a snapshot that is felt the more, the less time it has, up to `free_s`."""
+    made, now = rhythm(cost_s=0.005, commit_s=0.0)
+    intervals, lost_s = [], 0.0
+    for _ in range(200):
+        interval_s, within_s = made.interval_s(), made.within_s
+        felt = slow * max(0.0, 1.0 - interval_s / free_s) if free_s else 0.0
+        felt = felt if felt > 0.02 else 0.0
+        made.landed(0.8 * within_s, felt, within_s)
+        intervals.append(interval_s)
+        lost_s += felt * 0.8 * within_s
+        now.s += interval_s
+        made.begin()
+    late = intervals[50:]
+    dearest_s = slow * 0.1 * free_s + 0.005
+    assert max(late) <= max(1.5 * free_s, daly(dearest_s, made.between_losses_s), LEAST_S)
+    # by no more than work that would be lost, if a loss came every hour as is assumed
+    assert lost_s <= sum(s * s for s in intervals) / (2 * ASSUMED_S) + 5.0
+    if slow > 0.1 and free_s < 100:
+        assert lost_s < 0.01 * now.s and min(late) > 0.8 * free_s
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        None, [], {}, {"pace": 7}, {"pace": {"where": "2 file:///run"}},
+        {"pace": {"where": "2 file:///run", "nbytes_per_s": "x"}},
+        {"pace": {"where": "2 file:///run", "nbytes_per_s": float("nan")}},
+        {"pace": {"where": "2 file:///run", "nbytes_per_s": -1}},
+        {"pace": {"where": "3 file:///run", "nbytes_per_s": 5e6}},
+        {"pace": {"where": "2 s3://other/run", "nbytes_per_s": 5e6}},
+    ],
+)  # fmt: skip
+def test_a_pace_of_another_world_or_store_or_nonsense_is_none(said):
+    made, _ = rhythm()
+    made.resumed(said, "2 file:///run")
+    assert made.pace == 0.0
+
+
+def test_a_pace_goes_on_in_the_same_world():
+    made, _ = rhythm()
+    made.resumed(None, "2 file:///run")
+    made.pace = 5e6
+    data = json.loads(json.dumps({"pace": made.pace_data()}))
+    again, _ = rhythm()
+    again.resumed(data, "2 file:///run")
+    assert again.pace == 5e6
+
+
 def test_intervals_are_bounded_and_those_that_people_name_are_kept():
     rough, calm = LossesSeen(1e6, 0.0), LossesSeen(0.0, 1e9)
     made, _ = rhythm(RunLosses(seen={"": rough}), commit_s=0.0)

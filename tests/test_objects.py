@@ -33,7 +33,7 @@ from storage import (
     store_contract,
 )
 from storage.fast import FastStore
-from storage.objects import abort_stale_uploads
+from storage.objects import abort_stale_uploads, put_paced
 from storage.opening import BACKENDS, normalize, open_store
 from storage.testing import FaultyStore, StoreContract
 
@@ -567,6 +567,23 @@ def test_unfinished_uploads_are_found_and_aborted(weed: dict, tmp_path: Path, ba
         "Uploads", []
     )
     assert [one["Key"] for one in left] == [f"{other}/a"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_given_up_bit_by_bit_leaves_no_upload(
+    weed: dict, tmp_path: Path, backend: str
+) -> None:
+    store = open_store(f"s3://my-bucket/{tmp_path}/run", backend=backend, **weed)
+    left = iter([True] * 3)
+
+    def gate(nbytes: int) -> bool:
+        if not next(left, False):
+            raise StoreError("it takes too long")
+        return True
+
+    with pytest.raises(StoreError, match="it takes too long"):
+        put_paced(store, "a", bytes(40 << 20), gate)
+    assert abort_stale_uploads(store, older_than_s=-60.0) == []
 
 
 def test_temporary_files_of_dead_writers_are_removed(tmp_path: Path) -> None:

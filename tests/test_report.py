@@ -19,12 +19,13 @@ from harness.views.charts import windows
 from harness.views.page import content
 from harness.views.painting import BUCKETS
 from harness.views.plots import PlotTrace, fit, nice_ticks
-from harness.views.report import print_report, write_html
+from harness.views.report import print_report, snapshot_rows, write_html
 from harness.views.report_json import to_json
+from harness.views.snapshot_costs import snapshot_costs
 from harness.views.speed import speed_of
 from harness.views.summary import summarize
 from harness.views.timeline import condensed
-from harness.views.words import duration, money, nbytes
+from harness.views.words import duration, money, nbytes, percent
 from storage.files import MemoryStore
 
 EVIL = "<script>alert(1)</script>\"'&\x1b[31m"
@@ -135,6 +136,29 @@ def test_the_terminal_shows_what_a_person_asks_for(summary):
 
 def test_a_narrow_terminal_breaks_nothing(summary):
     assert "Attempts" in printed(summary, width=40)
+
+
+def test_it_says_what_snapshots_have_cost_the_training_and_by_what(summary):
+    def made(why, stall_s, commit_s, slowdown=0.0):
+        return f.SnapshotCommitted(5, 1, 8, stall_s, commit_s, why, 0.0, slowdown=slowdown)
+
+    told = [
+        made("interval", 0.5, 10.5, 0.1),
+        made("interval", 0.5, 10.5, -0.2),
+        made("notice", 0.5, 4.5, 0.3),
+        made("final", 0.25, 2.25),
+    ]
+    costs = snapshot_costs(told, summary.ledger.epochs)
+    assert (costs.blocked_s, costs.slower_s, costs.waited_s) == (1.75, pytest.approx(1.0), 6.0)
+    trained_s = sum(e.last_s - e.first_s for e in summary.ledger.epochs if e.first_s is not None)
+    assert costs.trained_s == pytest.approx(trained_s) and trained_s > 0
+    assert costs.share == pytest.approx(8.75 / (trained_s + 6.0))
+    assert snapshot_costs([]).share == 0.0 and snapshot_costs(told).share == 1.0
+    of_run = snapshot_costs(summary.snapshots, summary.ledger.epochs)
+    text = dict(snapshot_rows(summary))["cost the training"]
+    assert text.startswith(f"{duration(of_run.total_s)}, {percent(of_run.share)} of it: blocked ")
+    said = to_json(summary)["snapshots"]["cost"]
+    assert said["total_s"] == pytest.approx(of_run.total_s) and said["share"] == of_run.share
 
 
 def test_the_page_is_whole_and_alone(summary, tmp_path):

@@ -26,13 +26,13 @@ from harness.core.signing import SigningKey, key_in
 from harness.core.values import Amount, BadObject, Natural, canonical, decoded, digest, word
 from storage.errors import NotFound, StoreError
 from storage.objects import (
+    Gate,
     Keys,
     ObjectStore,
     abort_stale_uploads,
     folders,
     get_each,
-    limit_puts,
-    puts_at_once,
+    put_paced,
     read_into,
     reads_at_once,
 )
@@ -204,6 +204,9 @@ class SignedStore:
     def put(self, key: str, data: bytes | memoryview) -> None:
         self.inner.put(key, data)
 
+    def put_paced(self, key: str, data: bytes | memoryview, gate: Gate) -> None:
+        put_paced(self.inner, key, data, gate)
+
     def list(self, prefix: str) -> Keys:
         return self.inner.list(prefix)
 
@@ -225,14 +228,6 @@ class SignedStore:
     @property
     def reads_at_once(self) -> int:
         return reads_at_once(self.inner)
-
-    @property
-    def puts_at_once(self) -> int:
-        return puts_at_once(self.inner)
-
-    @puts_at_once.setter
-    def puts_at_once(self, requests: int) -> None:
-        limit_puts(self.inner, requests)
 
 
 def signed(

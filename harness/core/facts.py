@@ -432,7 +432,7 @@ class SnapshotCommitted(Fact):
     weights: str = ""  # hash of the model's weights, where it was made
     # of steps beside rank 0's sending: 0.1 is a tenth longer; 0 also if it was too short to tell
     slowdown: float = 0.0
-    requests: int = 0  # at once from rank 0's node in the end (storage/throttle.py); 0: not known
+    pace: float = 0.0  # bytes per second from rank 0's node that steps do not feel; 0: not known
     # until the next is due, and the time between losses from which that was derived; 0: not known
     interval_s: float = 0.0
     between_losses_s: float = 0.0

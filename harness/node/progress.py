@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-LAYOUT = struct.Struct("<qqq")  # beats, step, place
+LAYOUT = struct.Struct("<qqqd")  # beats, step, place, when the step was told
 REMEMBERED_STEPS = 50
 FACTOR = 10.0  # a step may take this many times as long as the slowest of the remembered ones
 
@@ -42,6 +43,7 @@ class Sign:
     beats: int
     step: int
     place: WorkerPhase
+    step_s: float = 0.0  # when this step was told, monotonic
 
 
 class ProgressFile:
@@ -54,28 +56,32 @@ class ProgressFile:
             if path
             else -1
         )
-        self._beats, self._step, self._place = 0, 0, WorkerPhase.START
+        self._beats, self._step, self._place, self._step_s = 0, 0, WorkerPhase.START, 0.0
 
     def tell(self, place: WorkerPhase | None = None, step: int | None = None) -> None:
         """Still alive; now at `place` and `step` (default: as before)."""
         self._beats += 1
         self._place = self._place if place is None else place
-        self._step = self._step if step is None else step
+        if step is not None and step != self._step:
+            self._step, self._step_s = step, time.monotonic()
         if self._fd >= 0:
-            os.pwrite(self._fd, LAYOUT.pack(self._beats, self._step, self._place), 0)
+            os.pwrite(self._fd, self._packed(), 0)
+
+    def _packed(self) -> bytes:
+        return LAYOUT.pack(self._beats, self._step, self._place, self._step_s)
 
     @property
     def sign(self) -> Sign:
-        return Sign(self._beats, self._step, self._place)
+        return Sign(self._beats, self._step, self._place, self._step_s)
 
 
 def read(path: Path) -> Sign | None:
     """None: nothing was ever said there."""
     try:
-        beats, step, place = LAYOUT.unpack(path.read_bytes()[: LAYOUT.size])
+        beats, step, place, step_s = LAYOUT.unpack(path.read_bytes()[: LAYOUT.size])
     except (FileNotFoundError, struct.error):
         return None
-    return Sign(beats, step, WorkerPhase(place))
+    return Sign(beats, step, WorkerPhase(place), step_s)
 
 
 def state_of(pid: int) -> str:

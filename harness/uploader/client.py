@@ -25,9 +25,11 @@ from harness.node.progress import WAITS_FOR_SNAPSHOTS, ProgressFile, Sign
 from harness.uploader.nearby import NEAR, NearbyConfig, tiers_for
 from storage.errors import StoreError
 from storage.folder_tiers import FolderTier
+from storage.last_in_line import LastInLine
 from storage.manifest import Manifest, Ref
 from storage.objects import ObjectStore
 from storage.own_folders import NotOurs, check_caller, is_ours
+from storage.pacing import TrainingSeen
 from storage.staging import PREFIX, Segment, Stage, StageFull, default_parent, sweep
 from storage.tiers import SegmentTier, share
 from storage.upload import Uploader, UploadJob, UploadOutcome
@@ -96,9 +98,11 @@ def socket_in(folder: Path) -> Iterator[str]:
         os.close(fd)
 
 
-def sign_seen(sign: Sign | None) -> tuple[int, bool] | None:
+def sign_seen(sign: Sign | None) -> TrainingSeen | None:
     """As `storage.pacing.TrainingWatch`."""
-    return None if sign is None else (sign.step, sign.place in WAITS_FOR_SNAPSHOTS)
+    if sign is None:
+        return None
+    return TrainingSeen(sign.step, sign.place in WAITS_FOR_SNAPSHOTS, sign.step_s)
 
 
 @dataclass
@@ -124,7 +128,9 @@ class Local:
             if progress is not None
             else (lambda where: None)
         )
-        self._uploader = Uploader(store, fence(store), on_outcome, nice=NICE, watch=seen)
+        self._uploader = Uploader(
+            store, fence(store), on_outcome, line=LastInLine(NICE), watch=seen
+        )
         self._slots: list[_Slot] = []
 
     def segment(self, nbytes: int) -> Segment:
@@ -372,7 +378,7 @@ def fact_of(job: UploadJob, outcome: UploadOutcome) -> Fact:
         note["t_start"],
         outcome.weights,
         outcome.slowdown,
-        outcome.requests,
+        outcome.pace,
         note.get("interval_s", 0.0),
         note.get("between_losses_s", 0.0),
     )

@@ -42,10 +42,12 @@ from harness.uploader.client import NICE, fact_of, fence, sign_seen, socket_in
 from harness.uploader.nearby import Nearby, NearbyConfig
 from storage.bounded_http import DEAF_S, OUT_OF_DESCRIPTORS
 from storage.errors import StoreError
+from storage.last_in_line import LastInLine, can_come_back
 from storage.manifest import Ref, SnapshotCorrupt
 from storage.objects import ObjectStore
 from storage.opening import open_store
 from storage.own_folders import NotOurs, check_caller
+from storage.pacing import TrainingSeen
 from storage.snapshots import Snapshots
 from storage.staging import Segment, Segments, StageFull
 from storage.tiers import SegmentTier
@@ -58,6 +60,7 @@ TellLater = Callable[[dict[str, Any]], None]
 CONNECTIONS = (
     128  # at once: the agent, workers of this node and of the epoch before, a person or two
 )
+STACK_NBYTES = 1 << 20  # of a thread, of which there are many
 LONGEST_NBYTES = 256 << 20  # of one request: a job names every tensor of a rank's share
 NO_REQUEST = (ValueError, AttributeError, KeyError, TypeError, OverflowError)
 
@@ -76,6 +79,28 @@ class _Kept:
     tier: SegmentTier | None = None  # what peers may have of it
 
 
+class _Trainers:
+    """Who hands over snapshots: where each one's progress is seen, and its process (0: not
+    known)."""
+
+    def __init__(self, line: LastInLine):
+        self.line, self._pids, self._lock = line, dict[str, int](), threading.Lock()
+
+    def came(self, watch: str, pid: int) -> None:
+        with self._lock:
+            self._pids[watch] = pid
+            self.line.trainers = set(self._pids.values()) - {0, os.getpid()}
+
+    def left(self, pid: int) -> None:
+        with self._lock:
+            self._pids = {w: p for w, p in self._pids.items() if not pid or p != pid}
+            self.line.trainers &= set(self._pids.values())
+
+    def seen(self, watch: str) -> TrainingSeen | None:
+        """As `TrainingWatch`; None of who has left."""
+        return sign_seen(read_sign(Path(watch))) if watch in self._pids else None
+
+
 class UploadServer:
     """One node's uploader. `serve` returns when `stop` is called."""
 
@@ -86,17 +111,19 @@ class UploadServer:
         budget_nbytes: int,
         member: str,
         nearby: NearbyConfig,
+        line: LastInLine | None = None,
     ):
         self.store, self.member = store, member
         self.snapshots = Snapshots(store)
         self.journal = Journal(store, f"uploader-{member}-{secrets.token_hex(3)}", time.time)
         self.segments = Segments(folder, budget_nbytes)
+        self._trainers = _Trainers(line or LastInLine(NICE))
         self.uploader = Uploader(
             store,
             fence(store),
             self._record,
-            nice=NICE,
-            watch=lambda path: sign_seen(read_sign(Path(path))),
+            line=self._trainers.line,
+            watch=self._trainers.seen,
         )
         self._kept: dict[str, _Kept] = {}
         self._lock = threading.Lock()
@@ -113,7 +140,7 @@ class UploadServer:
         while not self._stopped:
             try:
                 connection, _ = self._socket.accept()
-                check_caller(connection)
+                caller = check_caller(connection)
             except NotOurs:
                 connection.close()
             except OSError as e:
@@ -122,7 +149,9 @@ class UploadServer:
                 time.sleep(DEAF_S)
             else:
                 if self._places.acquire(blocking=False):
-                    threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+                    threading.Thread(
+                        target=self._talk, args=(connection, caller), daemon=True
+                    ).start()
                 else:
                     connection.close()
 
@@ -135,9 +164,9 @@ class UploadServer:
         with contextlib.suppress(StoreError):
             self.journal.flush()
 
-    def _talk(self, connection: socket.socket) -> None:
+    def _talk(self, connection: socket.socket, caller: int) -> None:
         """With one worker, or the agent. That it hangs up (or dies) changes nothing for what it
-        has handed over."""
+        has handed over, but that nobody minds any more how fast that is sent."""
         lock = threading.Lock()
 
         def say(body: dict[str, Any]) -> None:
@@ -147,11 +176,12 @@ class UploadServer:
         try:
             with contextlib.suppress(OSError), connection, connection.makefile("rb") as lines:
                 while (line := lines.readline(LONGEST_NBYTES)).endswith(b"\n"):
-                    self._hear(line, say)
+                    self._hear(line, say, caller)
         finally:
+            self._trainers.left(caller)
             self._places.release()
 
-    def _hear(self, line: bytes, say: Callable[[dict[str, Any]], None]) -> None:
+    def _hear(self, line: bytes, say: Callable[[dict[str, Any]], None], caller: int) -> None:
         """One request. Raises ConnectionError for what is none: who says it is not of this
         version."""
         try:
@@ -161,7 +191,7 @@ class UploadServer:
             raise ConnectionError(f"no request: {e}") from e
         answer: dict[str, Any] | None
         try:
-            answer = self._answer(request, lambda body: say({"n": number, **body}))
+            answer = self._answer(request, lambda body: say({"n": number, **body}), caller)
         except StoreError as e:
             answer = {"error": str(e)}
         except NO_REQUEST as e:
@@ -169,13 +199,17 @@ class UploadServer:
         if answer is not None:
             say({"n": number, **answer})
 
-    def _answer(self, request: dict[str, Any], later: TellLater) -> dict[str, Any] | None:
+    def _answer(
+        self, request: dict[str, Any], later: TellLater, caller: int
+    ) -> dict[str, Any] | None:
         """None: the answer comes `later`, in one piece or two."""
         match request.pop("do"):
             case "reserve":
                 return {"path": str(self._reserve(**request).path)}
             case "send":
-                self._send(UploadJob.from_dict(request["job"]), request["path"], later)
+                job = UploadJob.from_dict(request["job"])
+                self._trainers.came(job.beside.watch, caller)
+                self._send(job, request["path"], later)
                 return None
             case "held":
                 return {
@@ -267,8 +301,6 @@ class UploadServer:
         self.uploader.drain(
             None if deadline_s is None else time.monotonic() + deadline_s - time.time()
         )
-        with contextlib.suppress(PermissionError):  # now it is the training that waits for us
-            os.setpriority(os.PRIO_PROCESS, 0, 0 if deadline_s is not None else NICE)
 
     def _expect(self, found: Forecast | None, job: UploadJob) -> None:
         if found is None or self._deadline_s is None or job.ref not in found.need_s:
@@ -319,6 +351,7 @@ def main() -> None:
     order = json.loads(sys.argv[1])
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
+    threading.stack_size(STACK_NBYTES)
     nearby = NearbyConfig(**order.get("nearby", {}))
     server = UploadServer(
         signed(open_store(order["run"]), os.environ, f"uploader {order['member']}", time.time),
@@ -326,6 +359,7 @@ def main() -> None:
         order["budget_nbytes"],
         order["member"],
         nearby,
+        LastInLine(NICE, idle=can_come_back(NICE)),
     )
     threading.Thread(target=server.serve, daemon=True).start()
     sys.stdin.read()  # until the agent closes it

@@ -176,11 +176,11 @@ SECTIONS: tuple[tuple[str, tuple[Drawn, ...]], ...] = (
             LineChart("Training stands still for a snapshot", ("ckpt/stall_s",), x=TIME),
             LineChart("Time to durable", ("ckpt/durable_s",), x=TIME),
             LineChart("Steps that no snapshot holds", ("ckpt/lag_steps",), x=TIME),
+            LineChart("What snapshots cost the training", ("ckpt/cost_total_s",), x=TIME),
             LineChart(
-                "Throttle: slowdown, requests",
-                ("ckpt/throttle_slowdown", "ckpt/throttle_requests"),
-                x=TIME,
+                "Steps beside the sending are longer by", ("ckpt/throttle_slowdown",), x=TIME
             ),
+            LineChart("Bytes per second that are not felt", ("ckpt/throttle_pace",), x=TIME),
             LineChart("Restores by tier", x=TIME, regex="^restore/from_", stacked=True),
             LineChart("Seconds of a restore", ("restore/last_s",), x=TIME),
             Number("Quarantined", "ckpt/quarantined"),

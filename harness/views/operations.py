@@ -34,6 +34,7 @@ from harness.views.events import RunEvent, ToldSoFar, events_of, hardware
 from harness.views.ledger import Ledger
 from harness.views.painting import NANO
 from harness.views.rows import AttemptRow, EpochRow
+from harness.views.snapshot_costs import snapshot_costs
 from harness.views.speed import speed_of
 from storage.manifest import Ref
 from storage.objects import ObjectStore
@@ -374,7 +375,8 @@ def _snapshots(facts: Sequence[Stamped], committed: Columns, told: Columns) -> d
             "ckpt/durable_s": last.commit_s,
             "ckpt/bytes": last.nbytes,
             "ckpt/throttle_slowdown": last.slowdown,
-            "ckpt/throttle_requests": last.requests,
+            "ckpt/throttle_pace": last.pace,
+            "ckpt/cost_total_s": snapshot_costs(made).total_s,
         }
     return found
 

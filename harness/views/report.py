@@ -30,6 +30,7 @@ from harness.views.outlook import interval_words, outlook_rows
 from harness.views.painting import BUCKETS, NANO
 from harness.views.rows import BAD_ENDS, AttemptRow
 from harness.views.setups import setup_rows, shift_words
+from harness.views.snapshot_costs import SnapshotCosts, snapshot_costs
 from harness.views.words import (
     cost_text,
     duration,
@@ -372,8 +373,21 @@ def snapshot_rows(s: Summary) -> list[tuple[str, str]]:
             f"{duration(median(x.commit_s for x in s.snapshots))} (median), "
             f"{_most(x.commit_s for x in s.snapshots)}",
         ),
+        ("cost the training", _costs_text(snapshot_costs(s.snapshots, s.ledger.epochs))),
         *([("due", words)] if (words := interval_words(s.snapshots[-1])) else []),
     ]
+
+
+def _costs_text(costs: SnapshotCosts) -> str:
+    causes = (
+        ("blocked", costs.blocked_s),
+        ("slower steps beside the sending", costs.slower_s),
+        ("waiting for commits", costs.waited_s),
+    )
+    return (
+        f"{duration(costs.total_s)}, {percent(costs.share)} of it: "
+        f"{', '.join(f'{what} {duration(seconds)}' for what, seconds in causes)}"
+    )
 
 
 def _most(values: Any) -> str:

@@ -10,6 +10,7 @@ from harness.views.outlook import ChosenWaits
 from harness.views.painting import BUCKETS, NANO
 from harness.views.postmortem_text import as_json
 from harness.views.rows import AttemptRow
+from harness.views.snapshot_costs import snapshot_costs
 from harness.views.summary import Summary
 
 
@@ -59,7 +60,7 @@ def to_json(s: Summary) -> dict[str, Any]:
             {**dataclasses.asdict(n), "grace_s": n.grace_s, "in_time": n.in_time}
             for n in ledger.notices
         ],
-        "snapshots": {"kept": s.kept, "committed": [dataclasses.asdict(x) for x in s.snapshots]},
+        "snapshots": _snapshots(s),
         "trouble": [dataclasses.asdict(m) for m in s.marks],
         "problems": s.problems,
         "alerts": [dataclasses.asdict(a) for a in s.alerts],
@@ -81,6 +82,14 @@ def to_json(s: Summary) -> dict[str, Any]:
     }
     cleaned: dict[str, Any] = _finite(body)
     return cleaned
+
+
+def _snapshots(s: Summary) -> dict[str, Any]:
+    return {
+        "kept": s.kept,
+        "committed": [dataclasses.asdict(x) for x in s.snapshots],
+        "cost": snapshot_costs(s.snapshots, s.ledger.epochs).to_json(),
+    }
 
 
 def _finite(value: Any) -> Any:

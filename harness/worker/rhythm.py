@@ -7,6 +7,7 @@ worlds are lost here without one, as this run has seen it (`core/losses.py`).
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -15,14 +16,19 @@ from typing import Any
 
 from harness.core.losses import RunLosses, cost_s
 from harness.worker.machine import Interval
+from storage.throttle import FELT, typical_s
 
 CALM_STEPS = 5  # that say how long a step takes
 SENDINGS = 5  # the newest, that say what sending costs
+SENDING = 0.5  # of the interval may pass until the commit, so that nobody feels it
+# what is felt in an interval gets a longer one, and what is not in time a shorter one
+LONGER, SHORTER = 1.5, 0.97
 
 
 class Rhythm:
     """`stall_s`: for how long the last snapshot stopped the training. `commit_s`: from its begin
-    to its commit."""
+    to its commit, when it is sent as fast as it can be, as far as that is known. `pace`: bytes per
+    second from this node that the training has not felt; 0: not known."""
 
     def __init__(
         self,
@@ -32,25 +38,44 @@ class Rhythm:
     ):
         self._interval, self._losses, self._now = interval, losses, now
         self.stall_s = 0.01
-        self.commit_s = 0.0
+        self.commit_s = self.pace = 0.0
+        self._where = ""  # the pace was learned: world and store
+        # in so long an interval what is sent is hardly felt; what the last one cost that was
+        self._roomy_s = self._felt_s = 0.0
         self._slowed_s: deque[float] = deque(maxlen=SENDINGS)  # by which steps took longer
         self._began_s = self._last_s = now()
         self._calm_steps_s: deque[float] = deque(maxlen=4 * CALM_STEPS)
         self._updated_s, self._calm = 0.0, False
 
-    def resumed(self, data: Any) -> None:
-        """This world goes on from a snapshot with this `data`; None: from none."""
+    def resumed(self, data: Any, where: str = "") -> None:
+        """This world goes on from a snapshot with this `data`; None: from none. `where`: its size
+        and its store; what another pace was learned for says nothing."""
         self._losses = self._losses.resumed(data)
         self._began_s = self._now()
+        self._where, said = where, data.get("pace") if isinstance(data, dict) else None
+        if isinstance(said, dict) and said.get("where") == where:
+            rate = said.get("nbytes_per_s")
+            if isinstance(rate, (int, float)) and 0 < rate < math.inf:
+                self.pace = float(rate)
+
+    def pace_data(self) -> dict[str, Any]:
+        """What the next world may begin with."""
+        return {"nbytes_per_s": round(self.pace), "where": self._where}
 
     def begin(self) -> None:
         """A snapshot was just taken, or loaded."""
         self._last_s = self._now()
 
-    def landed(self, commit_s: float, slowdown: float) -> None:
-        """A snapshot was committed. `slowdown`: of the steps beside its sending."""
-        self.commit_s = commit_s
-        self._slowed_s.append(cost_s(self.stall_s, slowdown, commit_s) - self.stall_s)
+    def landed(self, commit_s: float, slowdown: float, within_s: float = 0.0) -> None:
+        """A snapshot was committed. `slowdown`: of the steps beside its sending. `within_s`: it was
+        allowed to take so long, so that it did says nothing of how fast it could have been."""
+        self.commit_s = commit_s if commit_s > within_s else min(self.commit_s, commit_s)
+        slowed_s = cost_s(self.stall_s, slowdown, commit_s) - self.stall_s
+        self._slowed_s.append(slowed_s)
+        if within_s > 0 and slowdown > FELT:
+            self._roomy_s, self._felt_s = LONGER * within_s / SENDING, slowed_s
+        else:
+            self._roomy_s *= SHORTER
 
     def due(self, step: int) -> bool:
         return self._interval.due(step, self._now() - self._last_s, self.interval_s())
@@ -60,14 +85,22 @@ class Rhythm:
 
         A derived one is never longer than this world had trained when the last one was made, unless
         an hour between losses would make it so: calm that was seen before says little about a world
-        that has just begun.
+        that has just begun. Nor is it so short that a snapshot could only be sent as fast as the
+        training feels, as long as that costs more than the work that a longer one loses.
         """
         if not self._interval.derived:
             return self._interval.seconds(self.calm_step_s, 0.0, 0.0)
         costs = 0.0, self.cost_s, self.commit_s
         learned_s = self._interval.seconds(*costs, self.between_losses_s)
         usual_s = self._interval.seconds(*costs)
-        return min(learned_s, max(usual_s, self._last_s - self._began_s))
+        felt_s = self._interval.seconds(0.0, self.stall_s + self._felt_s, self.commit_s)
+        bounded_s = min(learned_s, max(usual_s, self._last_s - self._began_s))
+        return max(bounded_s, min(self._roomy_s, felt_s))
+
+    @property
+    def within_s(self) -> float:
+        """A snapshot may take so long for the sake of the training's speed."""
+        return SENDING * self.interval_s()
 
     @property
     def cost_s(self) -> float:
@@ -98,7 +131,5 @@ class Rhythm:
 
     @property
     def calm_step_s(self) -> float:
-        """Median; 0: too few were seen."""
-        return (
-            statistics.median(self._calm_steps_s) if len(self._calm_steps_s) >= CALM_STEPS else 0.0
-        )
+        """0: too few were seen."""
+        return typical_s(self._calm_steps_s) if len(self._calm_steps_s) >= CALM_STEPS else 0.0

@@ -37,11 +37,9 @@ from storage.manifest import Manifest, Ref
 from storage.retention import TAKEN, Keep
 from storage.staging import Segment
 from storage.upload import UploadJob, UploadOutcome
+from storage.upload_job import TrainingBeside
 
 COMMIT_TIMEOUT_S = 600.0  # the longest that leaving waits for its snapshot
-# of the snapshot interval may pass until the commit, for the sake of the training's speed (a third
-# would make it longer)
-SENDING = 0.25
 
 
 class CommitTimeout(HarnessError):
@@ -92,7 +90,7 @@ class Flight:
     segment: Segment | None = None
     finished: bool = False  # training may change the state
     stall_s: float = 0.0
-    within_s: float = 0.0  # see `UploadJob`
+    within_s: float = 0.0  # see `TrainingBeside`
     waiting_since_s: float | None = None
     landing: Landing = field(default_factory=Landing)
 
@@ -126,7 +124,8 @@ class Snapshotter:
     # ---- what is known ---------------------------------------------------------------------------
     def resumed(self, manifest: Manifest | None) -> None:
         """What was restored is what the next snapshot follows; None: nothing was."""
-        self._rhythm.resumed(manifest.data if manifest else None)
+        where = f"{self._peers.world} {self._run.url}"
+        self._rhythm.resumed(manifest.data if manifest else None, where)
         if manifest is not None:
             self.parent, self.saved_step = manifest.ref, manifest.step
             self._resumed_ref = manifest.ref.name
@@ -189,7 +188,7 @@ class Snapshotter:
             data[TAKEN] = t_start
         flight = Flight(ref, t_start, why, unsaved, tensors, plain, data)
         if why == "interval":
-            flight.within_s = SENDING * self._rhythm.interval_s()
+            flight.within_s = self._rhythm.within_s
         self._begin_copy(flight)
         self.parent, self._flight = ref, flight
         self._rhythm.begin()
@@ -214,6 +213,7 @@ class Snapshotter:
                 # its line was begun under the guard of storage/restore.py
                 "resumed": self._resumed_ref,
                 "losses": self._rhythm.losses(why),
+                "pace": self._rhythm.pace_data(),
             }
             if unsaved:
                 data["samples"] = {
@@ -359,9 +359,12 @@ class Snapshotter:
             unchanged=unchanged,
             before=before,
             keep=asdict(self._keep) if leads else None,
-            step_s=self._rhythm.calm_step_s,
-            within_s=flight.within_s,
-            watch=self._peers.life.path or "here",
+            beside=TrainingBeside(
+                self._rhythm.calm_step_s,
+                flight.within_s,
+                self._rhythm.pace,
+                self._peers.life.path or "here",
+            ),
             note={
                 "t_start": flight.t_start,
                 "stall_s": stall_s,
@@ -376,7 +379,8 @@ class Snapshotter:
         if outcome.state == "committed":
             flight.landing.committed = True
             self._last_seen.note(flight.ref)
-            self._rhythm.landed(time.time() - flight.t_start, outcome.slowdown)
+            self._rhythm.landed(time.time() - flight.t_start, outcome.slowdown, flight.within_s)
+            self._rhythm.pace = outcome.pace or self._rhythm.pace
         else:
             known = {"Fenced": Fenced, "CommitTimeout": CommitTimeout}
             flight.landing.error = known.get(outcome.kind, StoreError)(outcome.error)
