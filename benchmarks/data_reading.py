@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +27,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from harness.core.batch import Batching, plan
+from harness.core.blocks import blocks_for
 from harness.data.card import (
     CARD,
     CHUNK_NBYTES,
@@ -145,9 +147,12 @@ def read_ours(url: str, a: argparse.Namespace, folder: Path) -> Iterator[Any]:
 
     cache = None if url.startswith("file:") else str(folder)
     data = harness.data.Tokens(url, a.length, cache=cache, disk_nbytes=int(a.gb * 1e9 * a.cache))
-    batching = Batching(len(data), a.batch, a.batch, 1, False)
-    total = len(data) // a.batch
-    for micro in map_style(data, batching, plan(1, 1), 0, 1, total, None, a.workers, False):
+    batching = Batching(len(data), a.lanes * a.batch, a.batch, 1, a.order == "shuffled")
+    if a.order == "blocks":
+        order = blocks_for("blocks", data.block_items, len(data), batching.global_batch, a.batch)
+        batching = replace(batching, order=order)
+    shares, total = plan(a.lanes, a.nodes), len(data) // batching.global_batch
+    for micro in map_style(data, batching, shares, 0, 1, total, None, a.workers, False):
         yield micro.data
 
 
@@ -323,6 +328,7 @@ def told(a: argparse.Namespace, rows: dict[str, list[dict[str, Any]]]) -> None:
     print(
         f"{a.gb:g} GB on {a.server}, {a.latency_ms:g} ms and {a.mb_per_s:g} MB/s for each "
         f"connection; windows of {a.length} tokens, batches of {a.batch}, {a.workers} processes, "
+        f"ours {a.order} in {a.lanes} lanes as one of {a.nodes} nodes, "
         f"cache {a.cache:.0%}; medians of {a.rounds} rounds; load {min(loads):.1f} to "
         f"{max(loads):.1f} on {os.cpu_count()} processors"
     )

@@ -9,6 +9,7 @@ import pytest
 # A sync for every small object would be most of the time that tests take, and proves nothing to them:
 # none of these machines loses its power (tests/test_power_loss.py plays that).
 os.environ.setdefault("STORAGE_FSYNC", "0")
+os.environ.setdefault("HARNESS_DATA_CACHE", "off")  # nothing in the cache of who runs the tests
 
 # Slow proofs, minutes of them: `make proofs` runs these files and nothing else, `make meshes` those
 # of models on several ranks, `make test` all the others; other people's trainers have an environment
