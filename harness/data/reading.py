@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,9 @@ _FINGERPRINT = re.compile(
     r"corpus:(?P<content>[0-9a-f]{32}):(?P<split>\w+):"
     r"(?:tokens:(?P<length>[1-9]\d{0,11}):(?P<boundaries>plain|documents|cu_seqlens)|records:.*)"
 )
+
+
+_Leaving = TypeVar("_Leaving", bound="_LeavesOut")
 
 
 class _LeavesOut:
@@ -66,7 +69,7 @@ class _LeavesOut:
                 f"{found.number} leaves nothing of the split {self._reader.split.name!r}"
             )
 
-    def under_each_list(self) -> list[Self]:
+    def under_each_list(self: _Leaving) -> list[_Leaving]:
         """The dataset as it is under each exclusion list of its corpus, the empty one first. Raises
         CorpusCorrupt, BadInput, StoreError."""
         out = []
