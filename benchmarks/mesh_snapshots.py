@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import os
 import queue
-import socket
 import statistics
 import sys
 import tempfile
@@ -88,9 +87,7 @@ def rank_saves(flags: argparse.Namespace, folder: str) -> list[float]:
         model(torch.randn(2, flags.width)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        tensors, plain = split(
-            {"model": model.state_dict(), "optimizer": [optimizer.state_dict()]}
-        )
+        tensors, plain = split({"model": model.state_dict(), "optimizer": [optimizer.state_dict()]})
         saver.plan(tensors)
         buffer = torch.zeros(saver.nbytes, dtype=torch.uint8)
         staged = saver.begin(tensors, between_updates(model, tensors), buffer)
@@ -116,33 +113,23 @@ def rank_saves(flags: argparse.Namespace, folder: str) -> list[float]:
 
 def world_saves(flags: argparse.Namespace, words: str, world: int, folder: str) -> float:
     """The median of rounds, by rank 0."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    pids = []
-    for rank in range(world):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                os.environ |= {
-                    **{"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world)},
-                    **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-                    **{"HARNESS_MESH": words, "GLOO_SOCKET_IFNAME": "lo"},
-                }
-                with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                    took_s = rank_saves(flags, folder)
-                if rank == 0:
-                    Path(folder, "took").write_text(str(statistics.median(took_s)))
-                code = 0
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        pids.append(pid)
-    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
-    if any(statuses):
-        raise SystemExit(f"{words} on {world} ranks: a rank failed")
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    from worlds import fork, free_port
+
+    port = free_port()
+
+    def saves(rank: int) -> None:
+        os.environ |= {
+            **{"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world)},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            **{"HARNESS_MESH": words, "GLOO_SOCKET_IFNAME": "lo"},
+        }
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            took_s = rank_saves(flags, folder)
+        if rank == 0:
+            Path(folder, "took").write_text(str(statistics.median(took_s)))
+
+    fork(world, saves, f"{words} on {world} ranks")
     return float(Path(folder, "took").read_text())
 
 

@@ -440,12 +440,12 @@ SERVE = """
 import json, os, sys, threading
 from pathlib import Path
 from harness.uploader.nearby import NearbyConfig
-from harness.uploader.server import NICE, UploadServer
+from harness.uploader.server import NICE, STACK_NBYTES, UploadServer
 from storage.last_in_line import LastInLine, can_come_back
 from storage.opening import open_store
 url, folder, budget = json.loads(sys.argv[1])
 os.nice(NICE)
-threading.stack_size(1 << 20)
+threading.stack_size(STACK_NBYTES)
 store = open_store(url, **({} if "://" in url else {"durable": True}))
 line = LastInLine(NICE, idle=can_come_back(NICE))
 server = UploadServer(store, Path(folder), budget, "bench", NearbyConfig(), line)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
 import threading
@@ -63,7 +64,7 @@ class LastInLine:
             self._place = place
             # twice: those that one of them has started meanwhile
             for _ in range(2):
-                self._put(self._members | set(_runtime()))
+                self._put(self._members | set(_others()))
 
     def _put(self, threads: Iterable[int]) -> None:
         cores = self._all_cores - set().union(*map(_cores, self.trainers))
@@ -115,17 +116,25 @@ def _schedule(tid: int, idle: bool) -> None:
     number = IOPRIO_SET.get(platform.machine())
     if number is not None:  # a disk without such classes takes no notice
         kind = IOPRIO_IDLE if idle else IOPRIO_NONE
-        ctypes.CDLL(None).syscall(number, IOPRIO_WHO_PROCESS, tid, kind << IOPRIO_SHIFT)
+        _libc().syscall(number, IOPRIO_WHO_PROCESS, tid, kind << IOPRIO_SHIFT)
 
 
-def _runtime() -> list[int]:
-    """Threads that a client library has started."""
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def _others() -> list[int]:
+    """Threads that a client library has started, and those that wait in the idle class because
+    whoever started them did."""
     found = []
     with contextlib.suppress(OSError):
         for task in TASKS.iterdir():
             with contextlib.suppress(OSError):  # it has just ended
-                if (task / "comm").read_text().startswith(RUNTIME):
-                    found.append(int(task.name))
+                tid = int(task.name)
+                idle = os.sched_getscheduler(tid) == os.SCHED_IDLE
+                if idle or (task / "comm").read_text().startswith(RUNTIME):
+                    found.append(tid)
     return found
 
 
@@ -137,4 +146,4 @@ def _cores(pid: int) -> set[int]:
         return set()
 
 
-__all__ = ["AT_NICE", "FIRST", "LAST", "LastInLine", "be_nice", "can_come_back"]
+__all__ = ["AT_NICE", "FIRST", "LAST", "LastInLine", "can_come_back"]

@@ -156,35 +156,40 @@ class Pacer:
     # ---- the training ----------------------------------------------------------------------------
     def _look(self) -> None:
         """For as long as there is something to look at."""
+        last: _Since | None = None
         try:
-            last: _Since | None = None
             while (one := self._watched()) is not None:
                 last = self._look_at(one, last)
                 step_s = one.job.beside.step_s
                 time.sleep(min(max(step_s / LOOKS_PER_STEP, LOOK_S[0]), LOOK_S[1]))
-        finally:
-            with self._changed:
-                self._waits = self._looking = False
-                self.set()
+        except BaseException:
+            self._rest()
+            raise
 
     def _watched(self) -> Running | None:
         with self._changed:
             one = next((one for one in self._sending() if one.job.beside.may_last), None)
-            self._looking = one is not None
+            if one is None:
+                self._rest()  # at once: who begins from now on starts another
             return one
 
+    def _rest(self) -> None:
+        """Nobody looks any more."""
+        with self._changed:
+            self._waits = self._looking = False
+            self._set()
+
     def _look_at(self, one: Running, last: _Since | None) -> _Since | None:
-        """`last`: the step that was seen before; what is since then, beside one and the same
-        rate, from beginning to end."""
+        """`last`: the step that was seen before; what is since then is judged."""
         beside, seen = one.job.beside, self._watch(one.job.beside.watch)
         self._waits = seen is None or seen.waits  # who is gone feels nothing
         self.set()
         pace = self.rate
         if seen is None or not self.paced:
             return None
-        here = _Since(beside.watch, seen.steps, seen.t_s, self._passed, pace)
+        here = _Since(beside.watch, seen.steps, seen.t_s, self._passed)
         if last is None or last.watch != beside.watch or seen.steps < last.steps:
-            return _Since(beside.watch, seen.steps, 0.0, 0, pace)  # it began before we sent
+            return _Since(beside.watch, seen.steps, 0.0, 0)  # it began before we sent
         n = seen.steps - last.steps
         if not n:
             return last
@@ -206,4 +211,3 @@ class _Since:
     steps: int
     t_s: float
     passed: int
-    pace: float

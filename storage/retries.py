@@ -7,7 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_exponential, wait_random
+from tenacity import (
+    RetryCallState,
+    retry,
+    retry_if_exception_type,
+    stop_after_delay,
+    wait_exponential,
+    wait_random,
+)
 
 from storage.errors import NotFound, StoreRefused, StoreUnavailable
 from storage.objects import (
@@ -96,7 +103,7 @@ class Retrying:
         self, inner: ObjectStore, within_s: float = RETRY_WITHIN_S, patience: Patience | None = None
     ):
         self.inner, self.url = inner, inner.url
-        self._patience = patience or Patience()
+        self._patience, self._within_s = patience or Patience(), within_s
         self._retry = retry(
             retry=retry_if_exception_type(StoreUnavailable),
             wait=wait_exponential(multiplier=0.1, max=5.0) + wait_random(0.0, 0.5),
@@ -111,7 +118,23 @@ class Retrying:
         self._call("write", self.inner.put, key, data)
 
     def put_paced(self, key: str, data: bytes | memoryview, gate: Gate) -> None:
-        self._call("write", put_paced, self.inner, key, data, gate)
+        waited_s = 0.0  # at the gate: then it is not the store that is silent
+
+        def timed(nbytes: int) -> bool:
+            nonlocal waited_s
+            began_s = time.monotonic()
+            paced = gate(nbytes)
+            waited_s += time.monotonic() - began_s
+            return paced
+
+        def once() -> None:
+            with self._patience.judge("write"):
+                put_paced(self.inner, key, data, timed)
+
+        def silent(state: RetryCallState) -> bool:
+            return (state.seconds_since_start or 0.0) - waited_s >= self._within_s
+
+        self._retry(once).retry_with(stop=silent)()
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
         unknown = False

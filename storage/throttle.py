@@ -31,8 +31,12 @@ NEAR = 1.2  # times the rate: what was sent faster than this says nothing of it
 def typical_s(steps_s: Collection[float]) -> float:
     """Mean of those that are no more than twice as long as the median: a validation between two
     steps is not theirs. Of at least one."""
-    middle = statistics.median(steps_s)
-    return statistics.fmean([s for s in steps_s if s <= 2 * middle])
+    return statistics.fmean(_typical(steps_s))
+
+
+def _typical(steps_s: Collection[float]) -> list[float]:
+    most_s = 2 * statistics.median(steps_s)
+    return [s for s in steps_s if s <= most_s]
 
 
 def slowdown(steps_s: Collection[float], base_s: float) -> float:
@@ -46,8 +50,7 @@ def slowdown(steps_s: Collection[float], base_s: float) -> float:
 
 def _compared(steps_s: Collection[float], base_s: float) -> tuple[float, float, int]:
     """Slowdown of the typical ones, its standard deviation, and how many they are."""
-    most_s = 2 * statistics.median(steps_s)
-    kept = [s / base_s - 1.0 for s in steps_s if s <= most_s]
+    kept = [s / base_s - 1.0 for s in _typical(steps_s)]
     mean = math.fsum(kept) / len(kept)
     return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in kept) / (len(kept) - 1)), len(kept)
 

@@ -272,6 +272,23 @@ class Book:
         self.shelf.traffic[0].coming.clear()
 
 
+class ShelfOfItems(Shelf):
+    def __len__(self):
+        return 128
+
+    def __getitem__(self, i):
+        return i
+
+
+def test_a_mixture_fetches_ahead_where_it_serves_somebody():
+    near, far, tight = ShelfOfItems(0), ShelfOfItems(1000), ShelfOfItems(400)
+    mixture = harness.data.Mixture({"near": near, "far": far, "tight": tight})
+    assert isinstance(mixture, ReadsAhead)
+    assert mixture.ahead_nbytes(2) == 200  # it is all of one source's, perhaps
+    assert [piece.shelf for piece in mixture.pieces([0, 130, 260, 1])] == [far, tight]
+    assert harness.data.Mixture({"near": near}).ahead_nbytes(1) == 0
+
+
 def until(true):
     deadline_s = time.monotonic() + WITHIN_S
     while not true():

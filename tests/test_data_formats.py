@@ -38,6 +38,7 @@ from harness.data.chunks import card_of, index_of
 from harness.data.formats.seam import IndexSettings
 from harness.data.indexing import IndexPlan, make_index
 from harness.data.reading import named_by
+from harness.data.scanning import TokenRow
 from storage.faults import corrupt
 from storage.opening import open_store
 
@@ -170,6 +171,11 @@ def test_tokens_are_those_that_were_written(tmp_path, form):
     assert tokens_of(tmp_path / "made") == wanted
     assert card.vocabulary == max(wanted) + 1 and card.split("train").items == len(wanted)
     assert card.split("train").documents == wanted.count(0)
+    documents, here = [], []
+    for token in wanted:
+        documents, here = ([*documents, here], []) if token == 0 else (documents, [*here, token])
+    found = [ids.tolist() for _, ids in TokenRow(str(tmp_path / "made"), "train").documents()]
+    assert found == documents + ([here] if here else [])  # the last one need not end
     windows = harness.data.Tokens(str(tmp_path / "made"), 50, boundaries="cu_seqlens")
     for i in range(len(windows)):
         inputs, targets, edges = windows[i]

@@ -316,6 +316,12 @@ def test_what_is_paced_goes_piece_by_piece_through_wrappers(wrap):
     assert asked[-3:] == [100, 100, 50]
 
 
+def test_time_at_the_gate_is_no_silence_of_the_store():
+    store = Retrying(Pieces(fail_after=2), within_s=0.2)
+    put_paced(store, "k", bytes(250), lambda n: time.sleep(0.1) or True)  # it fails at 0.3 s
+    assert store.get("k") == bytes(250)
+
+
 def test_a_store_without_pieces_takes_whole_objects():
     store, asked = MemoryStore(objects={}), []
     put_paced(store, "k", b"abc", lambda n: asked.append(n) or True)
@@ -468,6 +474,28 @@ def test_members_wait_for_others_and_come_back():
     assert go.wait(WAIT_S) and line._members == set()
     assert places == [(os.SCHED_IDLE, 10), (os.SCHED_OTHER, 0), (os.SCHED_OTHER, 10)]
     assert scheduling()[0] == os.SCHED_OTHER  # who is no member stays
+
+
+@linux
+def test_who_was_started_by_a_member_comes_back_with_it():
+    if not can_come_back():
+        pytest.skip("this user may not raise a priority")
+    line, told, over = LastInLine(idle=True), [], threading.Event()
+
+    def member():
+        with line.member():
+            line.stand(LAST)
+            child = threading.Thread(target=over.wait, args=(WAIT_S,))
+            child.start()  # as a pool's thread is
+            for place in (LAST, FIRST):
+                line.stand(place)
+                told.append(os.sched_getscheduler(child.native_id))
+            over.set()
+
+    thread = threading.Thread(target=member)
+    thread.start()
+    thread.join(WAIT_S)
+    assert told == [os.SCHED_IDLE, os.SCHED_OTHER]
 
 
 @linux

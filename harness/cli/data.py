@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from harness.cli.common import DONE, FAILED, existing_store
 from harness.cli.data_exclude import ExcludeFlags, exclude
 from harness.cli.data_index import IndexFlags, index
-from harness.cli.data_spikes import SpikesFlags, spikes
+from harness.cli.data_spikes import SpikesFlags, read_by, samples_of, spikes
 from harness.core.config import FlagParser, add_flags, build, flag, positional
 from harness.core.world import BadInput
 from storage.opening import normalize, open_store
@@ -206,38 +205,18 @@ def show(flags: ShowFlags) -> int:
             if not 0 <= item < len(dataset):
                 raise BadInput(f"--item {item}: wanted 0 to {len(dataset) - 1}")
             _print_item(dataset, item, f"item {item}", console)
-    for step in flags.step:
-        _show_step(existing_store(flags.run), flags.urls, flags.source, step, console)
+    if flags.step:
+        data, batching = read_by(existing_store(flags.run), flags.urls, flags.source)
+        for step in flags.step:
+            for one in samples_of(data, batching, step):
+                what = f"step {step}, micro-batch {one.micro}, position {one.position}"
+                what += f", item {one.sample}"
+                what += f": item {one.item} of {one.source}" if one.source else ""
+                _print_item(one.dataset, one.item, what, console)
     if not flags.item and not flags.step:
         print_card(card, normalize(url), console)
         _print_list(store, card, console)
     return DONE
-
-
-def _show_step(
-    run: ObjectStore, urls: Sequence[str], source: str, step: int, console: Console
-) -> None:
-    from harness.bucket.layout import IDENTITY, Identity
-    from harness.core.batch import indices_at, positions_of
-    from harness.core.identity import batching_of
-    from harness.data.mixture import Mixture, proved_by
-
-    found = Identity.decode(run.get(IDENTITY))
-    dataset = proved_by(found.data, urls, source=source)
-    batching = batching_of(dataclasses.asdict(found) | found.body)
-    if step < 1:
-        raise BadInput(f"--step {step}: steps are numbered from 1 on")
-    at = positions_of(batching, step)
-    samples = indices_at(batching, at).tolist()
-    dataset.read_ahead(samples)
-    for position, sample in zip(at.tolist(), samples, strict=True):
-        micro = (position % found.global_batch) // found.micro_batch
-        what = f"step {step}, micro-batch {micro}, position {position}, item {sample}"
-        one: Any = dataset
-        if isinstance(dataset, Mixture):
-            name, sample = dataset.source_of(sample)
-            one, what = dataset.sources[name], f"{what}: item {sample} of {name}"
-        _print_item(one, sample, what, console)
 
 
 def _print_item(dataset: Tokens | Records, item: int, what: str, console: Console) -> None:
@@ -288,12 +267,8 @@ def print_card(card: Card, url: str, console: Console) -> None:
 def _print_list(store: ObjectStore, card: Card, console: Console) -> None:
     from harness.data.excluding import list_of
 
-    newest, unit = list_of(store, card), "tokens" if card.tokenizer else "records"
-    counts = {
-        name: int((found := newest.ranges(name))[:, 1].sum() - found[:, 0].sum())
-        for name in newest.splits
-    }
-    said = ", ".join(f"{count:,} {unit} of {name}" for name, count in counts.items())
+    newest = list_of(store, card)
+    said = ", ".join(f"{newest.count(name):,} {card.kind} of {name}" for name in newest.splits)
     if newest.number:
         why = f" ({newest.reason})" if newest.reason else ""
         console.print(f"exclusion list {newest.number}: {said}{why}", highlight=False, markup=False)

@@ -113,13 +113,13 @@ def _tokens(flags: ExcludeFlags) -> Iterator[FoundDocument]:
     if bool(flags.item) != bool(flags.length):
         raise BadInput("--item I --length T: wanted both, found one of them")
     row = TokenRow(flags.url, flags.split)
-    tokens = set(flags.token)
+    spans = {row.around(token) for token in flags.token}
     for item in flags.item:
         at, end = item * flags.length, min((item + 1) * flags.length, len(row))
         while 0 <= at < end:
-            tokens.add(at)
-            at = row.around(at)[1] + 1
-    for start, end in sorted({row.around(token) for token in tokens}):
+            spans.add(span := row.around(at))
+            at = span[1] + 1
+    for start, end in sorted(spans):
         ids = row.read(start, min(end, start + SHOWN_LETTERS)).tolist()
         yield FoundDocument(start, end, decoder_of(row.card)(ids))
     if not flags.containing and not flags.hashes:

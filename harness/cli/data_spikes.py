@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from harness.cli.common import DONE, existing_store
 from harness.core.config import flag, positional
@@ -16,6 +15,7 @@ from storage.text import Console
 
 if TYPE_CHECKING:
     from harness.core.batch import Batching
+    from harness.data.card import Int64Array
     from harness.data.mixture import Mixture
     from harness.data.oddness import Oddities, Oddness
     from harness.data.reading import Records, Tokens
@@ -42,6 +42,7 @@ class SpikesFlags:
 def spikes(flags: SpikesFlags) -> int:
     """Find the steps whose loss or gradient spikes, and print their oddest samples."""
     from harness.bucket.archive import read_facts
+    from harness.data.mixture import Mixture
     from harness.data.oddness import Oddities
     from harness.views.spikes import Spike
     from harness.views.spikes import spikes as found_in
@@ -49,7 +50,9 @@ def spikes(flags: SpikesFlags) -> int:
     if not flags.data:
         raise BadInput("harness data spikes RUN --data URL: wanted the URL of the run's corpus")
     run, console = existing_store(flags.run), Console()
-    dataset, batching = _read_by(run, flags.data)
+    dataset, batching = read_by(run, flags.data)
+    for one in dataset.sources.values() if isinstance(dataset, Mixture) else [dataset]:
+        one.exclude(0)  # nothing is left out
     everything = found_in([s.fact for s in read_facts(run)], flags.score)
     by_step = {spike.step: spike for spike in everything}
     steps = list(flags.step) or [spike.step for spike in everything[: flags.steps]]
@@ -72,17 +75,53 @@ def spikes(flags: SpikesFlags) -> int:
     return DONE
 
 
-def _read_by(run: ObjectStore, urls: Sequence[str]) -> tuple[Tokens | Records | Mixture, Batching]:
-    """What the run reads, with nothing left out, and in which order."""
+@dataclass(frozen=True)
+class StepSample:
+    """A sample of a step: `sample` of all data, which is `item` of `dataset`; `source`: its name in
+    a mixture."""
+
+    position: int
+    micro: int
+    sample: int
+    source: str
+    dataset: Tokens | Records
+    item: int
+
+
+def read_by(
+    run: ObjectStore, urls: Sequence[str], source: str = ""
+) -> tuple[Tokens | Records | Mixture, Batching]:
+    """What the run reads, and in which order. `source`: see `CorpusReader`. Raises BadInput."""
     from harness.bucket.layout import IDENTITY, Identity
     from harness.core.identity import batching_of
-    from harness.data.mixture import Mixture, proved_by
+    from harness.data.mixture import proved_by
 
     found = Identity.decode(run.get(IDENTITY))
-    dataset = proved_by(found.data, urls)
-    for one in dataset.sources.values() if isinstance(dataset, Mixture) else [dataset]:
-        one.exclude(0)
-    return dataset, batching_of(dataclasses.asdict(found) | found.body)
+    dataset = proved_by(found.data, urls, source=source)
+    return dataset, batching_of(vars(found) | found.body)  # what it lacks is as by default
+
+
+def samples_of(
+    dataset: Tokens | Records | Mixture, batching: Batching, step: int
+) -> list[StepSample]:
+    """In the order of positions. Raises BadInput."""
+    from harness.core.batch import indices_at, positions_of
+    from harness.data.mixture import Mixture
+
+    if step < 1:
+        raise BadInput(f"--step {step}: steps are numbered from 1 on")
+    at = positions_of(batching, step)
+    samples = indices_at(batching, at).tolist()
+    dataset.read_ahead(samples)
+    out = []
+    for position, sample in zip(at.tolist(), samples, strict=True):
+        micro = (position % batching.global_batch) // batching.micro_batch
+        one, name, item = dataset, "", sample
+        if isinstance(dataset, Mixture):
+            name, item = dataset.source_of(sample)
+            one = dataset.sources[name]
+        out.append(StepSample(position, micro, sample, name, cast("Tokens | Records", one), item))
+    return out
 
 
 def _print_samples(
@@ -93,37 +132,29 @@ def _print_samples(
     flags: SpikesFlags,
     console: Console,
 ) -> None:
-    from harness.core.batch import indices_at, positions_of
-    from harness.data.mixture import Mixture
-
-    if step < 1:
-        raise BadInput(f"--step {step}: steps are numbered from 1 on")
-    at = positions_of(batching, step)
-    samples = indices_at(batching, at).tolist()
-    dataset.read_ahead(samples)
-    rows = []
-    for position, item in zip(at.tolist(), samples, strict=True):
-        one: Any = dataset
-        if isinstance(dataset, Mixture):
-            name, item = dataset.source_of(item)
-            one = dataset.sources[name]
-        rows.append((odd(one).of(item), position, one, item))
-    rows.sort(key=lambda row: (-row[0].score, row[1]))
-    for found, position, one, item in rows[: flags.samples]:
-        micro = (position % batching.global_batch) // batching.micro_batch
-        where = f"position {position}, micro-batch {micro}, item {item}"
+    rows = [(odd(one.dataset).of(one.item), one) for one in samples_of(dataset, batching, step)]
+    rows.sort(key=lambda row: (-row[0].score, row[1].position))
+    for found, one in rows[: flags.samples]:
+        where = f"position {one.position}, micro-batch {one.micro}, item {one.item}"
         console.print(f"  {where}: odd by {found.score:.1f}: {found.why}", highlight=False)
-        console.print(f"  {_how_to_exclude(one, found)}", highlight=False, soft_wrap=True)
-        console.print(_shown(one, found, item), highlight=False, markup=False)
+        console.print(f"  {_how_to_exclude(one.dataset, found)}", highlight=False, soft_wrap=True)
+        console.print(_shown(one.dataset, found, one.item), highlight=False, markup=False)
+
+
+@functools.cache
+def _gone(dataset: Tokens | Records) -> Int64Array:
+    """(n, 2): what the corpus' newest list leaves out."""
+    from harness.data.excluding import list_of
+    from storage.opening import open_store
+
+    return list_of(open_store(dataset.url), dataset.card).ranges(dataset.split)
 
 
 def _how_to_exclude(dataset: Tokens | Records, found: Oddness) -> str:
-    from harness.data.excluding import list_of, marked
+    from harness.data.excluding import marked
     from harness.data.reading import Tokens
-    from storage.opening import open_store
 
-    split = dataset.fingerprint.split(":")[2]
-    gone = list_of(open_store(dataset.url), dataset.card).ranges(split)
+    split, gone = dataset.split, _gone(dataset)
     of_tokens = isinstance(dataset, Tokens)
     place = (found.start + found.end) // 2
     what = f"tokens {found.start} to {found.end - 1}" if of_tokens else f"record {found.start}"

@@ -11,7 +11,6 @@ from harness.core.config import Bounds
 from harness.core.steps_asked import StepsAsked
 from harness.core.values import BadObject, parsed
 from harness.core.world import BadInput
-from harness.data.node_cache import gib_nbytes
 
 MOST_ATTEMPTS = 10**6
 TRACKERS = ("wandb", "tensorboard", "mlflow", "jsonl")
@@ -75,7 +74,7 @@ def check_for_workers(env: Mapping[str, str]) -> None:
         "HARNESS_USD_PER_H": lambda text: Bounds().of(text, float),
         "HARNESS_ON_DEMAND_USD_PER_H": lambda text: Bounds().of(text, float),
         "HARNESS_PRELOAD": check_modules,
-        "HARNESS_DATA_CACHE_GIB": gib_nbytes,
+        "HARNESS_DATA_CACHE_GIB": _gib,
     }
     for name, check in checks.items():
         if text := env.get(name, ""):
@@ -99,3 +98,9 @@ def _pauses(text: str) -> None:
         found = float(word)
         if not (math.isfinite(found) and 0.0 <= found <= 600.0):
             raise ValueError("wanted seconds between 0 and 600, for example 1,3,8")
+
+
+def _gib(text: str) -> object:
+    from harness.data.node_cache import gib_nbytes
+
+    return gib_nbytes(text)

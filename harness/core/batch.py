@@ -289,7 +289,7 @@ def indices_at(batching: Batching, positions: Int64s) -> Int64s:
     # one, or two where the micro-batch crosses the end of an epoch
     for epoch in np.unique(epochs).tolist():
         here = epochs == epoch
-        out[here] = permute(offsets[here], batching.samples, _combine(_ORDER, batching.seed, epoch))
+        out[here] = permute(offsets[here], batching.samples, combined(_ORDER, batching.seed, epoch))
     return out
 
 
@@ -310,7 +310,7 @@ def permute(offsets: ArrayLike, n: int, key: int, which: Uint64s | None = None) 
         raise ValueError(f"offsets must be in 0..{n - 1}, found {x.min()}..{x.max()}")
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
-    keys = [_combine(key, r) for r in range(_ROUNDS)]
+    keys = [combined(key, r) for r in range(_ROUNDS)]
     tweak = np.zeros(1, np.uint64) if which is None else np.broadcast_to(which, x.shape).ravel()
     out = _feistel(np.atleast_1d(x).astype(np.uint64).ravel(), a, b, keys, tweak)
     while (outside := out >= n).any():
@@ -354,17 +354,17 @@ def expected_digests(batching: Batching, first: int, steps: int) -> Uint64s:
 def seed_for(seed: int, step: int, micro: int) -> int:
     """63-bit seed of the randomness inside one micro-batch (dropout...): the same on whatever
     rank does it."""
-    return _combine(_MICRO, seed, step, micro) >> 1
+    return combined(_MICRO, seed, step, micro) >> 1
 
 
 def sample_seed(seed: int, position: int) -> int:
     """63-bit seed of the randomness of one sample (augmentation...): the same in whatever
     process loads it."""
-    return _combine(_SAMPLE, seed, position) >> 1
+    return combined(_SAMPLE, seed, position) >> 1
 
 
 def mixed(*numbers: ArrayLike) -> Uint64s:
-    """`_combine` of arrays, element by element: 64 well mixed bits of several whole numbers, in
+    """`combined` of arrays, element by element: 64 well mixed bits of several whole numbers, in
     their order; of the shape that they have together, (1,) at least."""
     out = np.zeros(1, np.uint64)
     for number in numbers:
@@ -407,7 +407,7 @@ def _mix_array(x: Uint64s) -> Uint64s:
     return x ^ (x >> np.uint64(31))
 
 
-def _combine(*numbers: int) -> int:
+def combined(*numbers: int) -> int:
     """64 well mixed bits of several numbers, in their order."""
     out = 0
     for number in numbers:

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from harness.core.batch import Batching, Int64s, mixed, permute
+from harness.core.batch import Batching, Int64s, combined, mixed, permute
 from harness.core.values import Within
 from harness.core.world import BadInput
 
@@ -81,7 +81,7 @@ class Blocks:
         size = _in_lane(b, ends, lane) - before - blocked
         which = mixed(epoch[here], lane[here])
         out[here] = lower[here] + _permuted(
-            (rank - blocked)[here], size[here], _key(seed, _REST), which
+            (rank - blocked)[here], size[here], combined(seed, _REST), which
         )
         turn = mixed(seed, _TURN, epoch) % np.uint64(n)
         out += turn.astype(np.int64).reshape(positions.shape)
@@ -93,11 +93,11 @@ class Blocks:
         """Where in the row of the epoch's blocks these of its samples are."""
         group_items = self.items * self.at_once
         group, w = np.divmod(rank, group_items)
-        w = permute(w, group_items, _key(b.seed, _WITHIN), mixed(epoch, lane, group))
+        w = permute(w, group_items, combined(b.seed, _WITHIN), mixed(epoch, lane, group))
         block, item = np.divmod(w, self.items)
         block += (group * b.micro_batches + lane) * self.at_once
         number = groups * (b.micro_batches * self.at_once)  # of blocks, in an epoch
-        return _permuted(block, number, _key(b.seed, _BLOCKS), mixed(epoch)) * self.items + item
+        return _permuted(block, number, combined(b.seed, _BLOCKS), mixed(epoch)) * self.items + item
 
 
 def blocks_for(
@@ -147,7 +147,3 @@ def _permuted(offsets: Int64s, sizes: Int64s, key: int, which: Any) -> Int64s:
         here = sizes == size
         out[here] = permute(offsets[here], size, key, which[here])
     return out
-
-
-def _key(seed: int, use: int) -> int:
-    return int(mixed(seed, use)[0])

@@ -35,7 +35,7 @@ from typing import Annotated, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.core.batch import MAX_SAMPLES, Batching, Int64s, mixed, permute
+from harness.core.batch import MAX_SAMPLES, Batching, Int64s, combined, mixed, permute
 from harness.core.blocks import Blocks
 from harness.core.values import Natural, Within
 from harness.core.world import BadInput
@@ -164,7 +164,7 @@ def _shuffled(source: MixedSource, lanes: int, b: Batching, number: Int64s) -> I
 def _seed_of(seed: int, name: str) -> int:
     """By its name: what else is in the mixture does not change a source's order."""
     own = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-    return int(mixed(seed, _MIXED, np.uint64(own))[0]) >> 1
+    return combined(seed, _MIXED, own) >> 1
 
 
 # ---- rows ----------------------------------------------------------------------------------------

@@ -94,24 +94,20 @@ class Chunks:
     def read(self, start: int, end: int) -> bytes:
         """The bytes [start, end) of the row. Raises CorpusCorrupt, StoreError."""
         numbers = self.index.chunks_of(start, end)
-        found = b"".join(self.chunk(number) for number in numbers)
+        found = b"".join(self._chunk(number) for number in numbers)
         begin = start - int(self.index.starts[numbers.start]) if numbers else 0
         return found[begin : begin + end - start]
 
-    def chunk(self, number: int) -> bytes:
-        """Raises CorpusCorrupt, StoreError."""
-        return self._chunk(number)
-
     def serve(self, number: int) -> bytes:
-        """For a process that was forked. As `chunk`; kept here only if nobody else keeps it."""
+        """A chunk for a process that was forked; kept here only if nobody else keeps it. Raises
+        CorpusCorrupt, StoreError."""
         return self._chunk(number, keep=self.cache is None)
 
     def ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Fetch the chunks of these ranges that are not held, several at once; no more than are
         held together."""
-        wanted = dict.fromkeys(n for start, end in ranges for n in self.index.chunks_of(start, end))
         with self._lock:
-            missing = [n for n in wanted if n not in self._held][: self.room]
+            missing = [n for n in self._numbers(ranges) if n not in self._held][: self.room]
         if len(missing) < 2:
             return
         if self._pool is None:
@@ -121,15 +117,19 @@ class Chunks:
 
     def pieces(self, ranges: Iterable[tuple[int, int]]) -> list[ChunkAhead]:
         """What these ranges lie in."""
-        wanted = dict.fromkeys(n for start, end in ranges for n in self.index.chunks_of(start, end))
-        return [ChunkAhead(self, number) for number in wanted]
+        return [ChunkAhead(self, number) for number in self._numbers(ranges)]
+
+    def _numbers(self, ranges: Iterable[tuple[int, int]]) -> dict[int, None]:
+        """The chunks of these ranges, in their order, each once."""
+        return dict.fromkeys(n for start, end in ranges for n in self.index.chunks_of(start, end))
 
     def warm(self, numbers: Sequence[int]) -> None:
         """Bring chunks near that will be read soon: into the node's cache, or the memory of this
         process if there is none. Raises nothing: who reads them hears of what is wrong."""
         if self.cache is not None:
             near = [number for number in numbers if self.cache.touch(self._id(number))]
-            self.traffic.nbytes[CACHE] += sum(map(self.nbytes, near))
+            with self._lock:
+                self.traffic.nbytes[CACHE] += sum(map(self.nbytes, near))
             numbers = sorted({*numbers} - {*near})
         with self._lock:
             mine = [n for n in numbers if n not in self._held and n not in self._coming]
@@ -249,15 +249,18 @@ class Chunks:
     def _far_run(self, first: int, numbers: Sequence[int]) -> dict[int, bytes]:
         """As many of `numbers` as follow one another in a shard from `first` on, and are right;
         {}: there is but one, or they can only be asked for one by one. Raises StoreError."""
-        shard, within = self.index.place(first)
+        if self._fetch_run is None or self._ask is not None:
+            return {}
+        index = self.index
+        number = index.shard_of(first)
+        shard, within = index.name(number), first - int(index.first_chunks[number])
         count = next(i for i in itertools.count(1) if first + i not in numbers)
-        left = int(self.index.first_chunks[self.index.shard_of(first) + 1]) - first
-        count = min(count, left, max(1, RUN_NBYTES // self.index.chunk_nbytes))
-        if self._fetch_run is None or self._ask is not None or count < 2:
+        left = int(index.first_chunks[number + 1]) - first
+        count = min(count, left, max(1, RUN_NBYTES // index.chunk_nbytes))
+        if count < 2:
             return {}
         try:
-            where = self.index.told(self.index.shard_of(first), self.where)
-            with self._noted(f"{where}#{within}"):
+            with self._noted(f"{index.told(number, self.where)}#{within}"):
                 data = memoryview(self._fetch_run(shard, within, count))
                 self._count(len(data))
         except NotFound:
@@ -359,8 +362,8 @@ class CorpusReader:
         self._disk = cache, disk_nbytes
         self._opened: tuple[int, Chunks] | None = None  # the process that did it
         self._parent: Parent | None = None
-        store = self._store()
-        self.card = card_of(store)
+        self._own: tuple[int, ObjectStore] | None = None  # the corpus' store, of which process
+        self.card = card_of(self.store)
         found = self.card.split(split)
         if self.card.kind != kind:
             other = {"tokens": "Tokens", "records": "Records"}[self.card.kind]
@@ -370,16 +373,16 @@ class CorpusReader:
             raise BadInput(f"{url}: wanted the split {split!r}, found {there}")
         self.split = found
         if can_serve(self._far_url):
-            self._open(store)  # before anybody is forked
+            self._open()  # before anybody is forked
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "_parent": None}
+        return {**self.__dict__, "_opened": None, "_parent": None, "_own": None}
 
     @property
     def chunks(self) -> Chunks:
         """Of this process."""
         if self._opened is None or self._opened[0] != os.getpid():
-            return self._open(None)
+            return self._open()
         return self._opened[1]
 
     @property
@@ -402,22 +405,27 @@ class CorpusReader:
         """Where the data lie: files of others elsewhere."""
         return normalize(self._source or self.card.source) if self.card.layout else self.url
 
-    def _store(self) -> ObjectStore:
-        return open_store(self.url, retry_within_s=self._within_s)
+    @property
+    def store(self) -> ObjectStore:
+        """The corpus' own, of this process."""
+        if self._own is None or self._own[0] != os.getpid():
+            self._own = os.getpid(), open_store(self.url, retry_within_s=self._within_s)
+        return self._own[1]
 
-    def _open(self, store: ObjectStore | None) -> Chunks:
+    def _open(self) -> Chunks:
         """One that was forked opens its own connections, or asks who opened the corpus."""
         parent, before = self._parent, self._opened
         if parent is not None and before is not None:
             theirs = before[1]
-            cache = theirs.cache and NodeCache(theirs.cache.folder, theirs.cache.nbytes)
+            cache = theirs.cache
+            if cache is not None:  # a process that was forked makes its own
+                cache = opened(self._far_url, cache.folder, cache.nbytes)
             made = Chunks(
                 theirs.index, theirs._fetch, self.url, self._cache_nbytes, cache, parent.ask
             )
         else:
-            store = store or self._store()
-            index = index_of(store, self.card, self.split)
-            store, index = shards_of(store, self.card, index, self._source, self._within_s)
+            index = index_of(self.store, self.card, self.split)
+            store, index = shards_of(self.store, self.card, index, self._source, self._within_s)
             fetch = (self._fetch or from_store)(store, index.chunk_nbytes)
             runs = None if self._fetch else runs_from_store(store, index.chunk_nbytes)
             cache = opened(self._far_url, *self._disk)

@@ -56,6 +56,10 @@ class ExclusionList:
         """(n, 2): what is left out of this split."""
         return np.array(self.splits.get(split, ()), np.int64).reshape(-1, 2)
 
+    def count(self, split: str) -> int:
+        """How many are left out of this split."""
+        return int(np.diff(self.ranges(split)).sum())
+
     def sealed(self) -> ExclusionList:
         body = asdict(self)
         del body["hash"]
@@ -139,7 +143,7 @@ def exclude(
             return newest
         for name in more:
             split = card.split(name)
-            gone = int(np.diff(made.ranges(name)).sum())
+            gone = made.count(name)
             ends = split.documents if split is not None and card.kind == TOKENS else 0
             if split is None or gone >= split.items - ends:
                 raise BadInput(

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from harness.core.values import canonical, digest
 from harness.core.world import BadInput
 from harness.data.card import (
-    CARD,
     FORMAT,
     RECORDS,
     TOKENS,
@@ -32,13 +31,13 @@ from harness.data.card import (
     hash_of,
     index_key,
 )
-from harness.data.chunks import card_of
 from harness.data.foreign_items import PLACE
 from harness.data.formats import FORMATS
 from harness.data.formats.passing import FilePass, decoded, encoded
 from harness.data.formats.seam import ForeignFiles, ForeignFormat, IndexSettings, SourceFolder
-from harness.data.prepare import POLL_S, WatchBytes, made_already
+from harness.data.prepare import POLL_S, WatchBytes, finished, made_already
 from harness.data.shards import SHARD_NBYTES, ShardWriter
+from harness.data.sources import above_pattern
 from harness.data.unit_maker import TRAIN, note_key, work_folder
 from storage.objects import ObjectStore, get_each
 from storage.opening import normalize, open_store
@@ -88,7 +87,7 @@ def _folder(source: str) -> SourceFolder:
     url = normalize(source)
     root, _, name = url.rpartition("/")
     if glob.has_magic(url):
-        root = url[: next(i for i, c in enumerate(url) if c in "*?[")].rpartition("/")[0]
+        root = above_pattern(url)
         store = open_store(root)
         keys = fnmatch.filter(store.list(""), url[len(root) + 1 :])
     elif name.endswith(FILES):
@@ -226,7 +225,4 @@ def _finish(store: ObjectStore, plan: IndexPlan, licence: str) -> Card:
         fields=found.fields,
         source=plan.url,
     ).sealed()
-    store.create(CARD, card.encode())
-    for key in store.list(plan.work):
-        store.delete(key)
-    return card_of(store)
+    return finished(store, card, plan.work)

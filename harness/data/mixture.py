@@ -127,19 +127,20 @@ class Mixture:
         return [t for one in self.sources.values() for t in getattr(one, "traffic", ())]
 
     def pieces(self, indices: Sequence[int]) -> list[Any]:
-        """What these items lie in, of sources that can be fetched ahead."""
-        return [
-            piece
-            for name, places in self._by_source(indices).items()
-            if hasattr(self.sources[name], "pieces")
-            for piece in self.sources[name].pieces([item for _, item in places])
-        ]
+        """What these items lie in, of sources of which fetching ahead serves somebody."""
+        out: list[Any] = []
+        for name, places in self._by_source(indices).items():
+            one = self.sources[name]
+            if hasattr(one, "pieces") and one.ahead_nbytes(1):
+                out += one.pieces([item for _, item in places])
+        return out
 
     def ahead_nbytes(self, processes: int) -> int:
-        """The most that may be fetched ahead by one of so many processes of this node: they share
-        its cache."""
+        """The most that may be fetched ahead by one of so many processes of this node: what each
+        source has room for, since they share it."""
         several = [one for one in self.sources.values() if hasattr(one, "ahead_nbytes")]
-        return max((one.ahead_nbytes(processes) for one in several), default=0)
+        limits = [nbytes for one in several if (nbytes := one.ahead_nbytes(processes))]
+        return min(limits, default=0)
 
     @property
     def fingerprint(self) -> str | None:

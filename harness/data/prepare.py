@@ -177,6 +177,15 @@ def made_already(store: ObjectStore, plan: str) -> Card | None:
     return card
 
 
+def finished(store: ObjectStore, card: Card, work: str) -> Card:
+    """A corpus exists from now on; notes of its making, below `work`, go. The card that is there:
+    somebody else may have been first. Raises StoreError."""
+    store.create(CARD, card.encode())
+    for key in store.list(work):
+        store.delete(key)
+    return card_of(store)
+
+
 # ---- units, by processes -------------------------------------------------------------------------
 Job = Callable[[UnitMaker, WorkUnit, frozenset[int]], None]
 
@@ -334,10 +343,7 @@ def _finish(
         licence=licence,
         plan=plan.digest,
     ).sealed()
-    store.create(CARD, card.encode())
-    for key in store.list(plan.work):
-        store.delete(key)
-    return card_of(store)
+    return finished(store, card, plan.work)
 
 
 def _split(

@@ -21,10 +21,18 @@ from harness.core.traffic import Traffic
 from harness.core.world import BadInput
 from harness.data.card import DTYPES, END, RECORDS, TOKENS, CorpusCorrupt, Int64Array
 from harness.data.chunks import ChunkAhead, CorpusReader
-from harness.data.excluding import NEWEST, hashed_anew, history, instead, joined, list_of, marked
+from harness.data.excluding import (
+    NEWEST,
+    ExclusionList,
+    hashed_anew,
+    history,
+    instead,
+    joined,
+    list_of,
+    marked,
+)
 from harness.data.foreign_items import ForeignItems
 from harness.data.framing import unframed
-from storage.opening import open_store
 
 IGNORED = -100  # a target that losses leave out, as torch's cross_entropy does
 BOUNDARIES = ("", "documents", "cu_seqlens")
@@ -54,11 +62,17 @@ class _LeavesOut:
     def url(self) -> str:
         return self._reader.url
 
+    @property
+    def split(self) -> str:
+        return self._reader.split.name
+
     def exclude(self, number: int = NEWEST) -> None:
         """Leave out what this list of the corpus says; 0: nothing. A dataset takes the newest one
         when it is made, and `run.steps` the newest that any rank has. Raises BadInput,
         CorpusCorrupt, StoreError."""
-        found = list_of(open_store(self._reader.url), self._reader.card, number)
+        self._leave_out(list_of(self._reader.store, self._reader.card, number))
+
+    def _leave_out(self, found: ExclusionList) -> None:
         # columns that lie together: they are searched for each item
         self.excluded = found.number
         self._out = np.asfortranarray(found.ranges(self._reader.split.name))
@@ -73,9 +87,9 @@ class _LeavesOut:
         """The dataset as it is under each exclusion list of its corpus, the empty one first. Raises
         CorpusCorrupt, BadInput, StoreError."""
         out = []
-        for one in history(open_store(self._reader.url), self._reader.card):
+        for one in history(self._reader.store, self._reader.card):
             out.append(copy.copy(self))
-            out[-1].exclude(one.number)
+            out[-1]._leave_out(one)
         return out
 
     def _voided(self, out: Int64Array) -> Int64Array:
@@ -167,7 +181,6 @@ class Tokens(_LeavesOut, _Ahead):
         ((start, end),) = self._ranges([i])
         tokens = np.frombuffer(self._reader.chunks.read(start, end), self._dtype).astype(np.int64)
         inputs, targets = tokens[:-1], tokens[1:]
-        ends = inputs == self.card.eos
         if len(self._out):
             size = self._dtype.itemsize
             out = marked(self._out, start // size, end // size)
@@ -175,6 +188,7 @@ class Tokens(_LeavesOut, _Ahead):
             targets = np.where(out[:-1] | out[1:], IGNORED, targets)
         if not self.boundaries:
             return inputs, targets
+        ends = tokens[:-1] == self.card.eos
         targets = np.where(ends, IGNORED, targets)
         if self.boundaries == "documents":
             return inputs, targets, (np.cumsum(ends) - ends).astype(np.int32)
@@ -251,12 +265,12 @@ class Records(_LeavesOut, _Ahead):
         return {**self.__dict__, "_foreign": None}
 
     def __getitem__(self, i: int) -> Any:
-        (place,) = self._ranges([i])
-        foreign = self._others()
+        found = self._instead([i])
+        (place,), foreign = self._places(found), self._others()
         if foreign is None:
             record = unframed(self._reader.chunks.read(*place))
         else:
-            record = foreign.record(self._instead([i])[0], place)
+            record = foreign.record(found[0], place)
         return record if self.decode is None else self.decode(record)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
@@ -274,8 +288,9 @@ class Records(_LeavesOut, _Ahead):
     def content_ids(self, indices: Sequence[int], as_read: bool = True) -> Int64Array:
         """As `Tokens.content_ids`, of the records before they are decoded; where they lie is read
         in any case."""
-        found, foreign = self._reader.contents(self._ranges(indices), as_read), self._others()
-        return foreign.apart(found, self._instead(indices)) if foreign else found
+        items, foreign = self._instead(indices), self._others()
+        found = self._reader.contents(self._places(items), as_read)
+        return foreign.apart(found, items) if foreign else found
 
     @property
     def block_items(self) -> int:
@@ -299,7 +314,7 @@ class Records(_LeavesOut, _Ahead):
         of a shard's first record its own alone."""
         index, out = self._reader.index, []
         for i in indices:
-            shard = _shard_of(index.item_starts, i)
+            shard = index.shard_of_item(i)
             within, items = i - int(index.item_starts[shard]), index.shards["items"]
             table = int(index.shard_starts[shard + 1]) - END.itemsize * int(items[shard])
             low = max(0, within - 1)
@@ -307,13 +322,15 @@ class Records(_LeavesOut, _Ahead):
         return out
 
     def _ranges(self, indices: Sequence[int]) -> Ranges:
-        found = self._instead(indices)
+        return self._places(self._instead(indices))
+
+    def _places(self, found: Sequence[int]) -> Ranges:
         if (foreign := self._others()) is not None:
             return foreign.ranges(found)
         chunks, entries, out = self._reader.chunks, self._entries(found), []
         chunks.ahead(entries)
         for i, place in zip(found, entries, strict=True):
-            shard = _shard_of(chunks.index.item_starts, i)
+            shard = chunks.index.shard_of_item(i)
             ends = np.frombuffer(chunks.read(*place), END)
             begin = int(chunks.index.shard_starts[shard])
             start = begin + (int(ends[0]) if len(ends) == 2 else 0)
@@ -374,10 +391,6 @@ def _within(i: int, length: int) -> int:
     if not -length <= i < length:
         raise IndexError(f"item {i} of {length}")
     return int(i) % length
-
-
-def _shard_of(item_starts: Int64Array, item: int) -> int:
-    return int(np.searchsorted(item_starts, item, "right")) - 1
 
 
 def _name_of(decode: Callable[..., Any] | None) -> str:

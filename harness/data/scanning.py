@@ -54,6 +54,8 @@ class TokenRow:
                 yield begin, np.concatenate(held)
                 held, at, begin = [], end + 1, start + end + 1
             held.append(tokens[at:])
+        if begin < len(self):  # files of others need not end with an end
+            yield begin, np.concatenate(held)
 
     def around(self, token: int) -> tuple[int, int]:
         """[start, end) of the document in which this token lies; its end belongs to it. Raises
@@ -85,7 +87,8 @@ def tokenizer_here(card: Card, what: str) -> Tokenizer:
 
 def each_record(records: Records) -> Iterator[tuple[int, dict[str, Any]]]:
     """(number, fields) of each, in order; nothing must be decoded or left out of `records`."""
-    for start in range(0, len(records), AROUND):
-        here: Sequence[int] = range(start, min(start + AROUND, len(records)))
+    size = records.block_items
+    for start in range(0, len(records), size):
+        here: Sequence[int] = range(start, min(start + size, len(records)))
         records.read_ahead(here)
         yield from ((i, records[i]) for i in here)

@@ -116,12 +116,12 @@ def _local(source: str) -> list[SourceFile]:
     if Path(source).is_dir():
         root, paths = str(Path(source)), (p for p in Path(source).rglob("*") if p.is_file())
     else:
-        root = str(Path(_above_pattern(source)))
+        root = str(Path(above_pattern(source)))
         paths = (p for p in map(Path, glob.glob(source, recursive=True)) if p.is_file())
     return [SourceFile(str(p), p.stat().st_size, root) for p in sorted(paths)]
 
 
-def _above_pattern(source: str) -> str:
+def above_pattern(source: str) -> str:
     """The folder above the first part of a glob that is a pattern; of none its own."""
     first = next((i for i, letter in enumerate(source) if letter in "*?["), len(source))
     return source[:first].rpartition("/")[0]
@@ -137,7 +137,7 @@ def _remote(source: str) -> list[SourceFile]:
                 pass
         root, pattern = source.rstrip("/"), "*"
     else:
-        root = _above_pattern(source)
+        root = above_pattern(source)
         pattern = source[len(root) + 1 :]
     store = store_of(root)
     found = size_each(store, fnmatch.filter(store.list(""), pattern))
@@ -211,12 +211,16 @@ def row_groups(file: SourceFile) -> list[int]:
 
 
 # ---- reading them --------------------------------------------------------------------------------
-class StoredFile(io.RawIOBase):
-    """An object of a store as a file: read by ranges, any place."""
+class FileByRanges(io.RawIOBase):
+    """Bytes that are not all here as a file, any place of which can be read. `nbytes`: its size."""
 
-    def __init__(self, store: ObjectStore, key: str, nbytes: int):
+    def __init__(self, nbytes: int):
         super().__init__()
-        self._store, self._key, self._nbytes, self._at = store, key, nbytes, 0
+        self._nbytes, self._at = nbytes, 0
+
+    def fill(self, start: int, view: memoryview) -> None:
+        """The bytes from `start` on into all of `view`."""
+        raise NotImplementedError
 
     def readable(self) -> bool:
         return True
@@ -234,11 +238,23 @@ class StoredFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._at)]
-        found = read_into(self._store, self._key, self._at, view) if len(view) else 0
-        if found < len(view):
+        if len(view):
+            self.fill(self._at, view)
+        self._at += len(view)
+        return len(view)
+
+
+class StoredFile(FileByRanges):
+    """An object of a store."""
+
+    def __init__(self, store: ObjectStore, key: str, nbytes: int):
+        super().__init__(nbytes)
+        self._store, self._key = store, key
+
+    def fill(self, start: int, view: memoryview) -> None:
+        """Raises StoreError, OSError."""
+        if read_into(self._store, self._key, start, view) < len(view):
             raise OSError(f"{self._store.url}/{self._key}: it became shorter while it was read")
-        self._at += found
-        return found
 
 
 def opened(file: SourceFile) -> BinaryIO:

@@ -45,6 +45,9 @@ class Sign:
     place: WorkerPhase
     step_s: float = 0.0  # when this step was told, monotonic
 
+    def packed(self) -> bytes:
+        return LAYOUT.pack(self.beats, self.step, self.place, self.step_s)
+
 
 class ProgressFile:
     """The worker's side. `tell` costs one small write into the page cache."""
@@ -65,10 +68,7 @@ class ProgressFile:
         if step is not None and step != self._step:
             self._step, self._step_s = step, time.monotonic()
         if self._fd >= 0:
-            os.pwrite(self._fd, self._packed(), 0)
-
-    def _packed(self) -> bytes:
-        return LAYOUT.pack(self._beats, self._step, self._place, self._step_s)
+            os.pwrite(self._fd, self.sign.packed(), 0)
 
     @property
     def sign(self) -> Sign:

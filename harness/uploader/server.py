@@ -88,13 +88,15 @@ class _Trainers:
 
     def came(self, watch: str, pid: int) -> None:
         with self._lock:
-            self._pids[watch] = pid
-            self.line.trainers = set(self._pids.values()) - {0, os.getpid()}
+            self._set({**self._pids, watch: pid})
 
     def left(self, pid: int) -> None:
         with self._lock:
-            self._pids = {w: p for w, p in self._pids.items() if not pid or p != pid}
-            self.line.trainers &= set(self._pids.values())
+            self._set({w: p for w, p in self._pids.items() if not pid or p != pid})
+
+    def _set(self, pids: dict[str, int]) -> None:
+        """Both are replaced and never changed: others read them meanwhile."""
+        self._pids, self.line.trainers = pids, set(pids.values()) - {0, os.getpid()}
 
     def seen(self, watch: str) -> TrainingSeen | None:
         """As `TrainingWatch`; None of who has left."""

@@ -15,12 +15,13 @@ the list was in force for sure.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TypeAlias
 
 from harness.bucket.layout import IDENTITY
 from harness.core import records as rec
-from harness.core.batch import Batching, digest, indices_at, positions_of, sample_hash
+from harness.core.batch import Batching, Int64s, digest, indices_at, positions_of, sample_hash
 from harness.core.identity import batching_of
 from harness.core.world import BadInput, HarnessError
 from harness.data.mixture import Mixture, proved_by
@@ -107,9 +108,12 @@ def _lists_of(batching: Batching, datasets: Sequence[Corpora], record: rec.StepR
     """The lists under which the step must have read what it says: a row without gaps, since each
     has all of the one before."""
 
+    at = positions_of(batching, record.step)
+    samples = indices_at(batching, at).tolist()
+
+    @functools.cache
     def fits(number: int) -> bool:
-        found = expected_contents(batching, datasets[number], record.step)
-        return f"{found:016x}" == record.contents
+        return f"{_contents_at(datasets[number], at, samples):016x}" == record.contents
 
     last = len(datasets) - 1
     if fits(0) and (not last or fits(last)):
@@ -128,6 +132,9 @@ def _named(dataset: Corpora) -> str:
 def expected_contents(batching: Batching, dataset: Corpora, step: int) -> int:
     """What `StepRecord.contents` must be, by the index."""
     at = positions_of(batching, step)
-    samples = indices_at(batching, at).tolist()
+    return _contents_at(dataset, at, indices_at(batching, at).tolist())
+
+
+def _contents_at(dataset: Corpora, at: Int64s, samples: list[int]) -> int:
     assert dataset.content_ids is not None
     return digest(sample_hash(at, dataset.content_ids(samples, as_read=False)))

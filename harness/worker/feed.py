@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -159,12 +159,12 @@ class Feed:
 
     def batches(
         self, first: int, total: int, num_workers: int, tell: Callable[[str], object]
-    ) -> Iterator[MicroBatch]:
+    ) -> Generator[MicroBatch, None, None]:
         """This rank's micro-batches of steps `first` to `total`; a stream gives its own. `tell`
         hears of long waits."""
         assert self.batching is not None
         if not is_map_style(self._dataset):
-            return iter(())
+            return (one for one in tuple[MicroBatch, ...]())
         self.read_again = functools.partial(
             read_again, self._dataset, self.batching, collate_fn=self._collate
         )

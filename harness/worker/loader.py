@@ -18,7 +18,7 @@ import enum
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from harness.core.batch import Batching, Plan, indices, indices_at, sample_seed
+from harness.core.batch import Batching, Plan, indices_at, sample_seed
 from harness.core.world import BadInput
 from harness.worker.prefetch import Prefetch, ReadsAhead
 
@@ -121,21 +121,20 @@ class _Order:
         )
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        b = self.batching
+        size = self.batching.micro_batch
         for step in range(self.first, self.total + 1):
-            first = (step - 1) * b.global_batch
-            begin, end = (first + m * b.micro_batch for m in (self.micros.start, self.micros.stop))
-            where = np.arange(begin, end, dtype=np.int64)
             # all at once: an order takes about as long for one micro-batch as for them all
-            keys = list(zip(where.tolist(), indices_at(b, where).tolist(), strict=True))
-            for start in range(0, len(keys), b.micro_batch):
-                yield keys[start : start + b.micro_batch]
+            keys = _keys(self.batching, step, self.micros)
+            for start in range(0, len(keys), size):
+                yield keys[start : start + size]
 
 
-def _keys(b: Batching, step: int, micro: int) -> list[tuple[int, int]]:
-    """(position, index) of each sample of a micro-batch."""
-    start = (step - 1) * b.global_batch + micro * b.micro_batch
-    return [(start + i, int(index)) for i, index in enumerate(indices(b, step, micro))]
+def _keys(b: Batching, step: int, micros: range) -> list[tuple[int, int]]:
+    """(position, index) of each sample of these micro-batches, which follow one another."""
+    first = (step - 1) * b.global_batch
+    begin, end = (first + m * b.micro_batch for m in (micros.start, micros.stop))
+    where = np.arange(begin, end, dtype=np.int64)
+    return list(zip(where.tolist(), indices_at(b, where).tolist(), strict=True))
 
 
 def map_style(
@@ -150,7 +149,7 @@ def map_style(
     pin: bool,
     processes: int = 1,
     tell: Callable[[str], object] = print,
-) -> Iterator[MicroBatch]:
+) -> Generator[MicroBatch, None, None]:
     """Micro-batches of this rank for steps first..total, in order. What they lie in is fetched
     ahead, if the dataset can say what that is; `processes` and `tell`: see `Prefetch`."""
     order = _Order(batching, plan, rank, first, total)
@@ -173,7 +172,8 @@ def read_again(dataset: Any, batching: Batching, step: int, micro: int, collate_
     """The data of one micro-batch of a map-style dataset, read here and now: what a step that
     is done again gets."""
     keyed = _Keyed(dataset, batching.seed)
-    return _Collate(collate_fn)(keyed.__getitems__(_keys(batching, step, micro))).data
+    keys = _keys(batching, step, range(micro, micro + 1))
+    return _Collate(collate_fn)(keyed.__getitems__(keys)).data
 
 
 class Stream:

@@ -170,6 +170,8 @@ class Prefetch:
             if self._closed.is_set():
                 return None
             piece = self._queue.popleft()
+            while piece not in self._last and self._queue:  # it was read meanwhile
+                piece = self._queue.popleft()
             while self._queue and (both := piece.joined(self._queue[0])) is not None:
                 self._queue.popleft()
                 piece = both
@@ -182,15 +184,16 @@ class Prefetch:
         while not self._closed.wait(self._late_s / SEEN):
             now_s = time.monotonic()
             seen.append((now_s, sum(one.nbytes[one.far] for one in self._dataset.traffic)))
-            if now_s - self._waits_s >= self._late_s and now_s - told_s >= TELL_EVERY_S:
+            waited_s = now_s - self._waits_s  # once: it may end meanwhile
+            if waited_s >= self._late_s and now_s - told_s >= TELL_EVERY_S:
                 told_s = now_s
                 (then_s, before), (_, read) = seen[0], seen[-1]
                 rate = (read - before) / max(now_s - then_s, LEAST_S)
-                self._tell(self._late(now_s, rate))
+                self._tell(self._late(now_s, waited_s, rate))
 
-    def _late(self, now_s: float, rate: float) -> str:
+    def _late(self, now_s: float, waited_s: float, rate: float) -> str:
         """`rate`: bytes a second."""
-        said = f"waited {now_s - self._waits_s:.0f} s for its next micro-batch so far"
+        said = f"waited {waited_s:.0f} s for its next micro-batch so far"
         every = [one.oldest() for one in self._dataset.traffic]
         since_s, what = min(every, default=(math.inf, ""))
         if not what:

@@ -18,7 +18,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -367,18 +368,20 @@ class Session(PlainLoops):
             self._run.warn_of(self._peers.agree(lambda: rehearse(stream)))
             seed_everything(self.seed)
 
-    def _loop(self, batches: Iterator[MicroBatch], total: int) -> Iterator[Step]:
-        while self.step < total and not self._hands.enough:
-            self._profile.before(self.step + 1)
-            step = Step(self._work, self.step + 1, batches)
-            self._peers.life.tell(WorkerPhase.COMPUTE, self.step)
-            yield step
-            if not step.updated:
-                raise BadInput(
-                    f"step {step.number}: step.update() was not called; it makes the optimizer step"
-                )
-            self._hands.boundary()
-            self._profile.after(step.number)
+    def _loop(self, batches: Generator[MicroBatch, None, None], total: int) -> Iterator[Step]:
+        with closing(batches):  # what fetches ahead ends here: a script may keep its last step
+            while self.step < total and not self._hands.enough:
+                self._profile.before(self.step + 1)
+                step = Step(self._work, self.step + 1, batches)
+                self._peers.life.tell(WorkerPhase.COMPUTE, self.step)
+                yield step
+                if not step.updated:
+                    raise BadInput(
+                        f"step {step.number}: step.update() was not called; it makes the optimizer "
+                        "step"
+                    )
+                self._hands.boundary()
+                self._profile.after(step.number)
 
     def _announce(self, identity: dict[str, Any]) -> None:
         self._setup.announce()

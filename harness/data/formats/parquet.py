@@ -7,7 +7,6 @@ to read; not to prove what was read.
 
 from __future__ import annotations
 
-import io
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -25,7 +24,7 @@ from harness.data.formats.seam import (
     ItemReader,
     SourceFolder,
 )
-from harness.data.sources import needed
+from harness.data.sources import FileByRanges, needed
 
 CHUNK_NBYTES = 4 << 20  # a row group is read whole
 TAIL_NBYTES = 8  # behind the footer: how long it is, and the magic
@@ -61,37 +60,20 @@ def _start(column: Any) -> int:
     return min(int(at) for at in pages if at)
 
 
-class _HeldPieces(io.RawIOBase):
+class _HeldPieces(FileByRanges):
     """A file of which some pieces are there (where each begins, its bytes), and zeros between."""
 
     def __init__(self, pieces: list[tuple[int, bytes]]):
-        super().__init__()
-        self._pieces, self._at = pieces, 0
-        self._nbytes = max(start + len(data) for start, data in pieces)
+        super().__init__(max(start + len(data) for start, data in pieces))
+        self._pieces = pieces
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._at)]
+    def fill(self, start: int, view: memoryview) -> None:
+        end = start + len(view)
         view[:] = bytes(len(view))
-        for start, data in self._pieces:
-            first, last = max(start, self._at), min(start + len(data), self._at + len(view))
+        for at, data in self._pieces:
+            first, last = max(at, start), min(at + len(data), end)
             if first < last:
-                view[first - self._at : last - self._at] = data[first - start : last - start]
-        self._at += len(view)
-        return len(view)
+                view[first - start : last - start] = data[first - at : last - at]
 
 
 class _RowGroups:

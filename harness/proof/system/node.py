@@ -58,7 +58,7 @@ class _SignFile:
     def read_bytes(self) -> bytes:
         if self.sign is None:
             raise FileNotFoundError
-        return progress.LAYOUT.pack(self.sign.beats, self.sign.step, self.sign.place, 0.0)
+        return self.sign.packed()
 
 
 @dataclass
