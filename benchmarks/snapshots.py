@@ -481,7 +481,9 @@ def tree_pss() -> int:
 
 
 def one_round(way: Way, readers: Readers) -> dict[str, float]:
+    """Each part begins when what was written before is on the disk: a server here shares it."""
     training, found = way.training, dict[str, float]()
+    os.sync()
     if way.overlaps:
         calm = training.base()
         training.base_s, way.within_s = typical_s(calm), WITHIN_S
@@ -508,6 +510,7 @@ def one_round(way: Way, readers: Readers) -> dict[str, float]:
             found["paced_cpu"] = (way.cpu_s() - uploader_s) / (training.nbytes / 1e9)
             found["notice_s"] = noticed(way)
         way.within_s = 0.0
+    os.sync()
     cpu, t0 = tree_cpu_s(), time.perf_counter()
     future = way.begin()
     way.before_optimizer()
@@ -522,6 +525,7 @@ def one_round(way: Way, readers: Readers) -> dict[str, float]:
 
 def noticed(way: Ours) -> float:
     """Seconds from a notice, in the middle of a paced snapshot, until that is durable."""
+    os.sync()
     future = way.begin()
     way.training.step(way.before_optimizer)
     t0 = time.perf_counter()

@@ -45,7 +45,7 @@ class Lanes:
         self._tasks: list[tuple[Ref, int, Callable[[], int], Future[None]]] = []
         self._condition = threading.Condition()
         self._numbers = itertools.count()
-        self._n, self._line, self._started = n, line, 0
+        self._n, self.line, self._started = n, line, 0
         self._busy, self._busy_since_s, self._paced = 0, 0.0, False
         self._sent_nbytes, self._sent_s, self._period_nbytes = 0.0, 0.0, 0
 
@@ -93,7 +93,7 @@ class Lanes:
             return nbytes / sent_s if nbytes and sent_s > 0 else 20e6
 
     def _work(self) -> None:
-        with self._line.member():
+        with self.line.member():
             self._serve()
 
     def _serve(self) -> None:

@@ -9,6 +9,7 @@ caller before it is asked for anything.
     GET /chunk/<id>         200 and the bytes, 404 if no tier has them
     PUT /chunk/<id>         201 filed, 400 if the bytes do not have that hash, 404 if nothing is
                             kept here, 507 if there is no room
+    GET, PUT /data/<id>     the same, of chunks of data, which lie in a cache of their own
     403                     without the HMAC, and the connection is closed before a body is read
     503                     too much is on its way already
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.client
+import re
 import secrets
 import socket
 import threading
@@ -43,6 +45,8 @@ AT_ONCE = 16  # chunks in memory on their way to or from callers
 WAIT_S = 1.0  # for one of those places
 MOST_CHUNK_NBYTES = 64 << 20  # that is taken; ours have 4 MiB
 HELLO_NBYTES = 256  # of an answer to /hello
+CHUNK, DATA = "chunk", "data"  # what of: snapshots, and what is trained on
+PATH = re.compile(rf"/({CHUNK}|{DATA})/(.*)")
 
 
 def _number() -> str:
@@ -84,10 +88,20 @@ class _Handshake(Handshake):
 
 
 # ---- peers ---------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _AskedFor:
+    """For chunk `id`, "" if that is the name of none, of these tiers; `keep`: where it is kept."""
+
+    id: str
+    tiers: Sequence[Tier]
+    keep: Tier | None
+
+
 class ChunkServer:
     """Serves chunks that this node's tiers hold to peers that know the run's `secret`, and keeps in
     `keep` what they leave here. Bound to `addr` only. `tiers` is asked for each request, since what
-    is staged comes and goes."""
+    is staged comes and goes; so is `data`, tiers of chunks of data, the first of which keeps them.
+    """
 
     def __init__(
         self,
@@ -97,6 +111,7 @@ class ChunkServer:
         keep: Tier | None = None,
         bounds: HTTPBounds = BOUNDS,
         sealed: bool = False,
+        data: Callable[[], Sequence[Tier]] = tuple,
     ):
         if not secret:
             raise ValueError("a chunk server needs a secret; found an empty one")
@@ -108,17 +123,18 @@ class ChunkServer:
             def do_GET(self) -> None:
                 if self.path.startswith("/hello/"):
                     self._greet(self.path.removeprefix("/hello/"))
-                elif (id := self._id()) is not None:
+                elif (asked := self._asked()) is not None:
                     with self._place() as there:
-                        found = _first(tiers(), id) if id and there else None
+                        found = _first(asked.tiers, asked.id) if asked.id and there else None
                         if there and found is None:
                             self._answer(404)
                         elif there:
                             self._answer(200, self._shaken().packed("serve", found or b""))
 
             def do_PUT(self) -> None:
-                if (id := self._id()) is None:
+                if (asked := self._asked()) is None:
                     return
+                id, keep = asked.id, asked.keep
                 nbytes = int(id.rpartition("-")[2]) if id else 0
                 said = self.headers.get("Content-Length", "")
                 more = self._shaken().more_nbytes
@@ -154,7 +170,7 @@ class ChunkServer:
                 return None
 
             def _shaken(self) -> _Handshake:
-                assert self.handshake is not None, "`_id` refuses who has not greeted"
+                assert self.handshake is not None, "`_asked` refuses who has not greeted"
                 return self.handshake
 
             def _greet(self, number: str) -> None:
@@ -166,17 +182,21 @@ class ChunkServer:
                 said = f"{self.handshake.ours} {self.handshake.server_proof()}"
                 self._answer(200, said.encode())
 
-            def _id(self) -> str | None:
-                """The chunk asked for, "" if that is none; None: refused, and told so."""
+            def _asked(self) -> _AskedFor | None:
+                """None: refused, and told so."""
                 wanted = self.handshake and self.handshake.next_proof(self.command, self.path)
-                found = self.headers.get("Authorization", "")
-                if not wanted or not same(found, f"HMAC {wanted}"):
+                said = self.headers.get("Authorization", "")
+                if not wanted or not same(said, f"HMAC {wanted}"):
                     self.close_connection = True
                     self._answer(403)
                     return None
                 self.server.trust(self.connection)
-                id = self.path.removeprefix("/chunk/")
-                return id if PEER_CHUNK_ID.fullmatch(id) else ""
+                kind, id = found.groups() if (found := PATH.fullmatch(self.path)) else (CHUNK, "")
+                id = id if PEER_CHUNK_ID.fullmatch(id) else ""
+                if kind == CHUNK:
+                    return _AskedFor(id, tiers(), keep)
+                caches = data()
+                return _AskedFor(id, caches, next(iter(caches), None))
 
             def _answer(self, code: int, data: bytes | memoryview = b"") -> None:
                 self.send_response(code)
@@ -230,9 +250,11 @@ class _Wire:
             with contextlib.suppress(OSError):  # it has just ended by itself
                 wire.shutdown(socket.SHUT_RDWR)
 
-    def ask(self, method: str, id: str, body: bytes | memoryview | None) -> tuple[int, bytes]:
+    def ask(
+        self, method: str, kind: str, id: str, body: bytes | memoryview | None
+    ) -> tuple[int, bytes]:
         """Status and content. Raises OSError, http.client.HTTPException."""
-        path = f"/chunk/{id}"
+        path = f"/{kind}/{id}"
         headers = {"Authorization": f"HMAC {self._handshake.next_proof(method, path)}"}
         most = int(id.rpartition("-")[2]) + self._handshake.more_nbytes
         packed = None if body is None else self._handshake.packed("ask", body)
@@ -282,10 +304,14 @@ class PeerTier:
         timeout_s: float = PEER_TIMEOUT_S,
         sealed: bool = False,
         holders: Callable[[str], Iterable[tuple[str, int]]] | None = None,
+        keeper: Callable[[str], tuple[str, int] | None] | None = None,
+        kind: str = CHUNK,
     ):
-        """`holders`: whom to ask for a chunk, in order; None: all of `peers`."""
+        """`holders`: whom to ask for a chunk, in order; None: all of `peers`. `keeper`: who is left
+        a chunk; None: the first of `peers`. `kind`: CHUNK or DATA."""
         self._peers, self._secret, self._timeout_s = list(peers), secret, timeout_s
         self._sealed, self._holders = sealed, holders or (lambda id: self._peers)
+        self._keeper, self._kind = keeper or (lambda id: next(iter(self._peers), None)), kind
         self._gone: set[tuple[str, int]] = set()
         self._local = threading.local()  # connections are kept, one per thread and peer
 
@@ -302,11 +328,12 @@ class PeerTier:
         return None
 
     def put(self, chunks: Mapping[str, bytes | memoryview]) -> int:
-        """Leave them with the first peer. Stops at the first that it does not take."""
+        """Leave each with its keeper. Stops at the first that is not taken."""
         for done, (id, data) in enumerate(chunks.items()):
-            if not self._peers or self._peers[0] in self._gone:
+            keeper = self._keeper(id)
+            if keeper is None or keeper in self._gone:
                 return done
-            answer = self._ask(self._peers[0], "PUT", id, data)
+            answer = self._ask(keeper, "PUT", id, data)
             if answer is None or answer[0] != 201:
                 return done
         return len(chunks)
@@ -325,7 +352,7 @@ class PeerTier:
             is_old = wire is not None and wire.used > 0
             try:
                 wire = wire or _Wire(peer, self._secret, self._timeout_s, self._sealed)
-                answer = wire.ask(method, id, body)
+                answer = wire.ask(method, self._kind, id, body)
             except TimeoutError:
                 is_old = False
             except (OSError, http.client.HTTPException):

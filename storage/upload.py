@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,16 +33,17 @@ from storage.lanes import Ahead, Lanes, Running
 from storage.last_in_line import LastInLine
 from storage.leases import Watch
 from storage.manifest import Manifest, Ref
-from storage.objects import ObjectStore
+from storage.objects import Gate, ObjectStore
 from storage.pacing import Pacer, TrainingWatch
 from storage.parts import chunk_hash
 from storage.retention import Keep
 from storage.snapshots import Snapshots
-from storage.throttle import slowdown
+from storage.throttle import LEAST_STEPS, slowdown
 from storage.upload_job import Forecast, UploadJob, UploadOutcome, forecast
 from storage.weights import combined, weights_sum
 
 LANES = 4  # parts on their way at once
+SEEN_STEPS = 8  # of the training, the newest beside any sending
 COMMIT_TIMEOUT_S = 600.0  # the longest wait for the other ranks' shares
 POLITE_S = 10.0  # of a world of many ranks, so long the first rank of each group merges it
 GIVE_UP_BEFORE_S = 0.5  # the deadline: time to say so
@@ -77,12 +79,14 @@ class Uploader:
             check,
             on_outcome,
         )
-        self._commit_timeout_s, self._line = commit_timeout_s, line or LastInLine()
+        self._commit_timeout_s, line = commit_timeout_s, line or LastInLine()
         self._lock = threading.Lock()
         self._running: dict[int, Running] = {}
         self._numbers = itertools.count()
-        self._lanes = Lanes(lanes, self._line)
-        self._pacer = Pacer(self._lanes, self._sending, watch, self._line)
+        self._lanes = Lanes(lanes, line)
+        self._pacer = Pacer(self._lanes, self._sending, watch, line)
+        # of the training beside us, over undisturbed ones: a sending may see too few to tell
+        self._steps_x: deque[float] = deque(maxlen=SEEN_STEPS)
         self._deadline_s: float | None = None  # monotonic
         self._base, self._hashes = _Base(self.snapshots), _Hashes(self.snapshots)
         self._leases = Watch()
@@ -120,6 +124,10 @@ class Uploader:
         self._pacer.set()
         return self._plan()
 
+    def copying(self, job: UploadJob) -> Gate:
+        """Asked before each copy of a share that is committed to another node."""
+        return self._pacer.copying(job)
+
     @property
     def nbytes_per_s(self) -> float:
         """At full speed: measured while something was on its way; a cautious guess before that."""
@@ -127,7 +135,7 @@ class Uploader:
 
     # ---- one job ---------------------------------------------------------------------------------
     def _run(self, one: Running) -> None:
-        with self._line.member():
+        with self._lanes.line.member():
             self._carry(one)
 
     def _carry(self, one: Running) -> None:
@@ -154,7 +162,7 @@ class Uploader:
                 "CommitTimeout" if error else "",
                 parts,
                 job.note,
-                slowdown(one.steps_s, job.beside.step_s),
+                self._slowdown(one),
                 self._pacer.search.rate,
             )
         except Exception as e:  # whatever it is, the one who waits for us must hear of it
@@ -177,6 +185,17 @@ class Uploader:
             if self.busy():  # whose base may be the one before this
                 keep = replace(keep, last=max(2, keep.last))
             self._prune(keep)
+
+    def _slowdown(self, one: Running) -> float:
+        """Of the training's steps beside this sending; of too few, of those beside the ones before
+        as well."""
+        base_s = one.job.beside.step_s
+        with self._lock:
+            self._steps_x.extend(s / base_s for s in one.steps_s if base_s > 0)
+            seen = list(self._steps_x)
+        if len(one.steps_s) >= LEAST_STEPS or not one.steps_s:
+            return slowdown(one.steps_s, base_s)
+        return slowdown(seen, 1.0)
 
     def _prune(self, keep: Keep) -> None:
         try:

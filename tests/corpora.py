@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from worlds import environment
 
-from harness.data.chunks import card_of
 from harness.data.documents import DocumentRules
 from harness.data.excluding import exclude
+from harness.data.opening import card_of
 from harness.data.prepare import PreparePlan, prepare
 from harness.data.scanning import TokenRow
 from harness.data.unit_maker import CorpusSettings

@@ -15,8 +15,9 @@ import harness
 from harness.core.world import BadInput
 from harness.data.card import CARD, Card, CorpusCorrupt, CorpusIndex, ShardEntry, hash_of
 from harness.data.checking import damaged
-from harness.data.chunks import Chunks, card_of, from_store, index_of
+from harness.data.chunks import Chunks, from_store
 from harness.data.framing import framed, unframed
+from harness.data.opening import card_of, index_of
 from harness.data.prepare import PreparePlan, prepare
 from harness.data.reading import named_by
 from storage.errors import NotFound, StoreUnavailable

@@ -22,6 +22,7 @@ from harness.core.batch import Batching, plan
 from harness.core.facts import StepsTimed
 from harness.core.traffic import CACHE, Traffic
 from harness.core.world import BadInput
+from harness.data import opening
 from harness.data.card import CorpusCorrupt
 from harness.data.chunks import CorpusReader, from_store
 from harness.data.node_cache import opened
@@ -95,6 +96,26 @@ def test_what_one_has_read_others_find(corpus, tokens, tmp_path):
     prepared(tmp_path / "twin", files(tmp_path / "text", 120), seed=5)
     twin, found = read(str(tmp_path / "twin"), tmp_path / "node")
     assert found == tokens and twin.traffic[0].requests == 0
+
+
+def test_a_large_index_is_fetched_once_for_a_node(tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr(opening, "KEPT_NBYTES", 0)
+    url = prepared_twin(tmp_path)
+    _, found = read(url, tmp_path / "node")
+    assert found == tokens
+    for path in (tmp_path / "twin" / "index").iterdir():  # of the same size: nobody reads it
+        path.write_bytes(bytes(path.stat().st_size))
+    again, found = read(url, tmp_path / "node")
+    assert found == tokens and again.traffic[0].requests == 0
+    for path in cached(tmp_path / "node"):  # a damaged disk: it is fetched again, and is wrong
+        path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(CorpusCorrupt, match="wanted the index that the card names"):
+        read(url, tmp_path / "node")
+
+
+def prepared_twin(tmp_path):
+    prepared(tmp_path / "twin", files(tmp_path / "text", 120))
+    return str(tmp_path / "twin")
 
 
 def test_two_processes_that_fill_one_cache_fetch_each_chunk_once(corpus, tokens, tmp_path):

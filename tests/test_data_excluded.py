@@ -97,3 +97,28 @@ def test_all_ranks_leave_the_same_out(tmp_path):
     train(tmp_path / "two", 2, url, "--early", script=SCRIPT)
     assert losses(tmp_path / "one") == losses(tmp_path / "two")
     assert proved(tmp_path / "two", url).ok
+
+
+def test_lists_of_several_sources_of_a_mixture_are_told_apart(tmp_path):
+    """Each source gets a list at another time; a step is proved by both."""
+    web, code, run = tmp_path / "web", tmp_path / "code", tmp_path / "run"
+    prepared(web, files(tmp_path / "many", 60))
+    prepared(code, files(tmp_path / "few", 12, seed=3))
+    both = [str(web), str(code)]
+    train(run, 1, *both, "--total", 3, script=SCRIPT)
+    leave_out(web, *spans(web)[:40])
+    train(run, 2, *both, "--total", 5, script=SCRIPT)
+    leave_out(code, *spans(code)[:9])
+    train(run, 1, *both, "--total", 9, script=SCRIPT)
+
+    def said():
+        store = open_store(str(run))
+        report = with_contents(audit(store), store, both)
+        return next(c for c in report.checks if c.name == "contents")
+
+    assert said().ok, said().detail
+    assert "exclusion list 1 of web is in force from step 4 on" in said().detail
+    assert "exclusion list 1 of code is in force from step" in said().detail
+    # a list that came before what was read under none is found
+    shutil.rmtree(web / "excluded")
+    assert not said().ok

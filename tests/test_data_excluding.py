@@ -16,8 +16,8 @@ from harness.cli.command import main
 from harness.core.values import canonical
 from harness.core.world import BadInput
 from harness.data.card import CorpusCorrupt, hash_of
-from harness.data.chunks import card_of
 from harness.data.excluding import exclude, history, instead, joined, list_key, list_of, marked
+from harness.data.opening import card_of
 from storage.faults import corrupt
 from storage.opening import open_store
 

@@ -34,9 +34,9 @@ import harness
 from harness.core.world import BadInput
 from harness.data.card import CARD, CorpusCorrupt
 from harness.data.checking import damaged
-from harness.data.chunks import card_of, index_of
 from harness.data.formats.seam import IndexSettings
 from harness.data.indexing import IndexPlan, make_index
+from harness.data.opening import card_of, index_of
 from harness.data.reading import named_by
 from harness.data.scanning import TokenRow
 from storage.faults import corrupt

@@ -142,6 +142,7 @@ def test_what_a_snapshot_costs_is_its_stall_and_the_slower_steps_beside_it():
 
 def test_what_took_its_time_on_purpose_makes_no_interval_longer():
     made, _ = rhythm(commit_s=8.0)
+    made.pace = 1e6
     made.landed(20.0, 0.0, within_s=30.0)  # paced
     assert made.commit_s == 8.0
     made.landed(5.0, 0.0, within_s=30.0)
@@ -152,8 +153,22 @@ def test_what_took_its_time_on_purpose_makes_no_interval_longer():
     assert made.interval_s() == 1200.0
 
 
+def test_until_a_pace_is_known_a_sending_has_time_and_costs_what_nobody_could_tell():
+    made, _ = rhythm(cost_s=0.0, commit_s=0.0)
+    assert made.interval_s() == 10.0 and made.within_s == 30.0
+    made.landed(24.0, 0.0, within_s=30.0)
+    assert made.cost_s == pytest.approx(0.48) and made.interval_s() == daly(0.48, ASSUMED_S)
+    made.pace = 1e6
+    for _ in range(3):
+        made.landed(24.0, 0.0, within_s=30.0)
+    assert made.cost_s == 0.0 and made.interval_s() == 10.0 and made.within_s == 5.0
+    every, _ = rhythm(interval=Interval(every_s=10.0))
+    assert every.within_s == 5.0  # who says how often says for how long
+
+
 def test_what_is_felt_beside_a_paced_snapshot_counts():
     made, _ = rhythm(cost_s=0.5)
+    made.pace = 1e6
     for _ in range(5):
         made.landed(100.5, 0.02, within_s=200.0)
     assert made.cost_s == pytest.approx(2.5)
@@ -164,6 +179,7 @@ def test_what_is_felt_beside_a_paced_snapshot_counts():
 def test_it_finds_an_interval_in_which_snapshots_are_not_felt(free_s, slow):
     """Of a snapshot that is felt the more, the less time it has, up to `free_s`."""
     made, now = rhythm(cost_s=0.005, commit_s=0.0)
+    made.pace = 1e6
     intervals, lost_s = [], 0.0
     for _ in range(200):
         interval_s, within_s = made.interval_s(), made.within_s

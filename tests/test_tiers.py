@@ -335,7 +335,7 @@ def test_a_peer_gives_what_it_holds_to_those_who_know_the_secret(bucket, tmp_pat
         assert PeerTier([(server.addr, server.port)], "guess").get(id) is None
         wire = _Wire((server.addr, server.port), "secret", 10)
         for name, code in ((id, 200), ("../owner-1", 404), ("0" * 32 + "-5", 404), ("-1", 404)):
-            assert wire.ask("GET", name, None)[0] == code
+            assert wire.ask("GET", "chunk", name, None)[0] == code
         wire.close()
         path = tmp_path / "a" / "chunks" / id
         path.write_bytes(bytes(CHUNK))  # a peer's bad memory

@@ -185,7 +185,7 @@ def bytes_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 def show(flags: ShowFlags) -> int:
     """Print a corpus' card, some of its items, or the samples of any step of a run."""
     from harness.data.card import TOKENS
-    from harness.data.chunks import card_of
+    from harness.data.opening import card_of
     from harness.data.reading import Records, Tokens
 
     url, *others = flags.urls
@@ -278,8 +278,8 @@ def _print_list(store: ObjectStore, card: Card, console: Console) -> None:
 def verify(flags: DataVerifyFlags) -> int:
     """Read all of a corpus and compare it with its card. Exit status 1 names what is damaged."""
     from harness.data.checking import damaged
-    from harness.data.chunks import card_of
     from harness.data.excluding import history
+    from harness.data.opening import card_of
 
     store, console = open_store(flags.url), Console()
     card = card_of(store)

@@ -51,9 +51,9 @@ class FoundDocument:
 def exclude(flags: ExcludeFlags) -> int:
     """Leave documents or records out from now on; nothing else of the corpus moves."""
     from harness.data.card import TOKENS
-    from harness.data.chunks import card_of
     from harness.data.excluding import exclude as add
     from harness.data.excluding import joined, list_of
+    from harness.data.opening import card_of
 
     store, console = open_store(flags.url), Console()
     card = card_of(store)

@@ -6,13 +6,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 CACHE = "cache"  # of the node
+PEER = "peer"  # another node's
 
 
 @dataclass
 class Traffic:
-    """Of one corpus in one process. `far`: the scheme of its URL, such as "s3"; `nbytes`: by `far`
-    and CACHE, the latter of what was found there when it was to be fetched ahead; `requests`: to
-    the store, of chunks; `coming`: what is on its way, and since when by the monotonic clock."""
+    """Of one corpus in one process. `far`: the scheme of its URL, such as "s3"; `nbytes`: by `far`,
+    PEER and CACHE, the latter of what was found there when it was to be fetched ahead; `requests`:
+    to the store, of chunks; `coming`: what is on its way, and since when by the monotonic clock."""
 
     far: str
     nbytes: Counter[str] = field(default_factory=Counter)

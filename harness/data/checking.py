@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from harness.data.card import Card, CorpusIndex, hash_of, shard_key
-from harness.data.chunks import index_of
 from harness.data.foreign_shards import ForeignShards, shards_of
+from harness.data.opening import index_of
 from storage.errors import NotFound
 from storage.objects import ObjectStore, read_into
 

@@ -2,8 +2,8 @@
 a small cache in memory.
 
 Knows a store and an index; nothing of tokens, documents or torch. Between the memory and the store
-lies the node's cache on disk (`node_cache.py`). Who has chunks elsewhere gives a `Fetch`; it need
-not be trusted, since each chunk is hashed.
+lie the node's cache on disk (`node_cache.py`) and those of other nodes (`ask_peers`). Who has
+chunks elsewhere gives a `Fetch`; it need not be trusted, since each chunk is hashed.
 """
 
 from __future__ import annotations
@@ -18,32 +18,26 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from harness.core.batch import Uint64s
-from harness.core.traffic import CACHE, Traffic
+from harness.core.traffic import CACHE, PEER, Traffic
 from harness.core.world import BadInput
-from harness.data.card import (
-    CARD,
-    Card,
-    CorpusCorrupt,
-    CorpusIndex,
-    Int64Array,
-    SplitCard,
-    hash_of,
-    index_key,
-    shard_key,
-)
+from harness.data.card import CorpusCorrupt, CorpusIndex, Int64Array, hash_of, shard_key
 from harness.data.foreign_shards import shards_of
 from harness.data.forked import Parent, can_serve, forks
 from harness.data.node_cache import NodeCache, opened
+from harness.data.opening import card_of, index_of
 from storage.chunks import is_chunk
 from storage.errors import NotFound, StoreError
 from storage.objects import ObjectStore, read_into
 from storage.opening import normalize, open_store
 from storage.parts import BLAKE3
+
+if TYPE_CHECKING:
+    from storage.tiers import Tier
 
 # (hash of a shard, number of its chunk) -> the bytes, as they are; raises StoreError
 Fetch: TypeAlias = Callable[[str, int], bytes]
@@ -56,6 +50,14 @@ AHEAD_NBYTES, AHEAD_SHARE = 128 << 20, 8
 WITHIN_S = 300.0  # how long a store may be silent, slow or asking to wait before a reader fails
 RUN_NBYTES = 1 << 20  # of neighbours that are fetched ahead by one request
 TRIES = 2  # fetches of a chunk whose hash is wrong: once more, since the way may have been at fault
+
+
+@dataclass(frozen=True)
+class _Others:
+    """`caches` of other nodes. `leaves`: there what was read from the store."""
+
+    caches: Tier
+    leaves: bool
 
 
 class Chunks:
@@ -79,6 +81,7 @@ class Chunks:
         self._ask, self._fetch_run = ask, fetch_run
         self._far_url = index.source or where  # of the data, which may be files of others
         self.traffic = Traffic(self._far_url.partition("://")[0])
+        self._others: _Others | None = None
         self.room = max(1, cache_nbytes // index.chunk_nbytes)  # chunks that are held
         self._held: OrderedDict[int, bytes] = OrderedDict()
         self._hashed = np.zeros(len(index.hashes), np.bool_)  # which were read here, and are right
@@ -97,6 +100,15 @@ class Chunks:
         found = b"".join(self._chunk(number) for number in numbers)
         begin = start - int(self.index.starts[numbers.start]) if numbers else 0
         return found[begin : begin + end - start]
+
+    def ask_peers(self, peers: Tier | None, nodes: int, once: bool) -> None:
+        """Read through the caches of other nodes from now on, and leave there what they lacked:
+        with nobody, None; of `nodes` in all. `once`: each chunk is read by one node only in a pass
+        over the data, so it is left only if their caches together hold a whole pass."""
+        if self.cache is None:
+            return
+        leaves = not once or nodes * self.cache.nbytes >= int(self.index.starts[-1])
+        self._others = None if peers is None else _Others(peers, leaves)
 
     def serve(self, number: int) -> bytes:
         """A chunk for a process that was forked; kept here only if nobody else keeps it. Raises
@@ -136,7 +148,7 @@ class Chunks:
             coming = {n: Future[bytes]() for n in mine}
             self._coming |= coming
         if mine:
-            self._bring(coming, keep=self.cache is None)
+            self._leave(self._bring(coming, keep=self.cache is None))
 
     def ahead_nbytes(self, processes: int) -> int:
         """The most that one of so many processes of this node may fetch ahead: what one brings
@@ -184,10 +196,12 @@ class Chunks:
             while len(self._held) > self.room:
                 self._held.popitem(last=False)
 
-    def _bring(self, coming: Mapping[int, Future[bytes]], keep: bool) -> None:
-        """Fetch these chunks, which others may be waiting for already."""
+    def _bring(self, coming: Mapping[int, Future[bytes]], keep: bool) -> dict[int, bytes]:
+        """Fetch these chunks, which others may be waiting for already. Returns those that no node
+        had."""
+        fresh: dict[int, bytes] = {}
         try:
-            found = self._near(list(coming))
+            found = self._near(list(coming), fresh)
         except BaseException as e:
             found = dict.fromkeys(coming, e)
         for number, future in coming.items():
@@ -202,9 +216,18 @@ class Chunks:
         with self._lock:
             for number in coming:
                 del self._coming[number]
+        return fresh
 
-    def _near(self, numbers: Sequence[int]) -> dict[int, bytes | BaseException]:
-        """From the node's cache, or through it."""
+    def _leave(self, fresh: Mapping[int, bytes]) -> None:
+        """With the nodes that others will ask for these first. Nobody waits for that."""
+        if (others := self._others) is not None and others.leaves:
+            for number, one in fresh.items():  # each has a home of its own
+                others.caches.put({self._id(number): one})
+
+    def _near(
+        self, numbers: Sequence[int], fresh: dict[int, bytes]
+    ) -> dict[int, bytes | BaseException]:
+        """From the node's cache, or through it. `fresh` gets what no node had."""
         found: dict[int, bytes | BaseException] = {}
         found |= self._cached(numbers)
         if (cache := self.cache) is None or self._ask is not None:  # it fills the cache as well
@@ -212,10 +235,21 @@ class Chunks:
         if missing := {n: self._id(n) for n in numbers if n not in found}:
             with cache.turn(missing.values()):
                 found |= self._cached(list(missing))
-                fresh = self._far_each([n for n in missing if n not in found])
-                right = {missing[n]: one for n, one in fresh.items() if isinstance(one, bytes)}
-                cache.put(right)
-                found |= fresh
+                left = self._from_peers({n: id for n, id in missing.items() if n not in found})
+                far = self._far_each([n for n in missing if n not in found and n not in left])
+                fresh |= {n: one for n, one in far.items() if isinstance(one, bytes)}
+                cache.put({missing[n]: one for n, one in (left | fresh).items()})
+                found |= left | far
+        return found
+
+    def _from_peers(self, ids: Mapping[int, str]) -> dict[int, bytes]:
+        """What other nodes have, and is right. Without a peer that was slow or wrong once."""
+        if (others := self._others) is None:
+            return {}
+        said = {number: others.caches.get(id) for number, id in ids.items()}
+        found = {n: bytes(one) for n, one in said.items() if one and is_chunk(ids[n], one)}
+        with self._lock:
+            self.traffic.nbytes[PEER] += sum(map(len, found.values()))
         return found
 
     def _cached(self, numbers: Sequence[int]) -> dict[int, bytes]:
@@ -424,11 +458,11 @@ class CorpusReader:
                 theirs.index, theirs._fetch, self.url, self._cache_nbytes, cache, parent.ask
             )
         else:
-            index = index_of(self.store, self.card, self.split)
+            cache = opened(self._far_url, *self._disk)
+            index = index_of(self.store, self.card, self.split, cache)
             store, index = shards_of(self.store, self.card, index, self._source, self._within_s)
             fetch = (self._fetch or from_store)(store, index.chunk_nbytes)
             runs = None if self._fetch else runs_from_store(store, index.chunk_nbytes)
-            cache = opened(self._far_url, *self._disk)
             made = Chunks(index, fetch, self.url, self._cache_nbytes, cache, fetch_run=runs)
             if can_serve(self._far_url):
                 _ = index.starts  # computed before anybody is forked, and under a lock
@@ -451,25 +485,3 @@ def runs_from_store(store: ObjectStore, chunk_nbytes: int) -> FetchRun:
         return bytes(memoryview(buffer)[:found])
 
     return fetch
-
-
-def card_of(store: ObjectStore) -> Card:
-    """Raises BadInput if there is no corpus, CorpusCorrupt."""
-    try:
-        data = store.get(CARD)
-    except NotFound:
-        raise BadInput(
-            f"{store.url}: wanted a corpus, found no {CARD}; `harness data prepare SOURCES... "
-            f"{store.url}` makes one, and goes on with one that was interrupted"
-        ) from None
-    return Card.decode(data, f"{store.url}/{CARD}")
-
-
-def index_of(store: ObjectStore, card: Card, split: SplitCard) -> CorpusIndex:
-    """Raises CorpusCorrupt."""
-    key = index_key(split.index)
-    try:
-        data = store.get(key)
-    except NotFound as e:
-        raise CorpusCorrupt(f"{store.url}/{key}: wanted an index, found none") from e
-    return CorpusIndex.decode(data, split, card.chunk_nbytes, f"{store.url}/{key}")

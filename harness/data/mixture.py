@@ -11,14 +11,13 @@ behind the other; their order (core/mixing.py) is `run.steps`' to ask for.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence, Sized
 from fractions import Fraction
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,6 +36,9 @@ from harness.core.mixing import (
 from harness.core.traffic import Traffic
 from harness.core.world import BadInput
 from harness.data.reading import Records, Tokens, named_by
+
+if TYPE_CHECKING:
+    from storage.tiers import Tier
 
 STAIRS = 32  # of a ramp between two phases
 NAMED = "mixture:"
@@ -117,7 +119,7 @@ class Mixture:
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         """Fetch what these items lie in, of sources that can."""
-        for name, places in self._by_source(indices).items():
+        for name, places in self.by_source(indices).items():
             if (ahead := getattr(self.sources[name], "read_ahead", None)) is not None:
                 ahead([item for _, item in places])
 
@@ -129,7 +131,7 @@ class Mixture:
     def pieces(self, indices: Sequence[int]) -> list[Any]:
         """What these items lie in, of sources of which fetching ahead serves somebody."""
         out: list[Any] = []
-        for name, places in self._by_source(indices).items():
+        for name, places in self.by_source(indices).items():
             one = self.sources[name]
             if hasattr(one, "pieces") and one.ahead_nbytes(1):
                 out += one.pieces([item for _, item in places])
@@ -141,6 +143,18 @@ class Mixture:
         several = [one for one in self.sources.values() if hasattr(one, "ahead_nbytes")]
         limits = [nbytes for one in several if (nbytes := one.ahead_nbytes(processes))]
         return min(limits, default=0)
+
+    @property
+    def caches(self) -> dict[str, int]:
+        """Of this node, of sources that have one: folder -> its bound in bytes."""
+        several = (getattr(one, "caches", {}) for one in self.sources.values())
+        return {folder: nbytes for caches in several for folder, nbytes in caches.items()}
+
+    def ask_peers(self, peers: Tier | None, nodes: int, once: bool) -> None:
+        """See `Chunks.ask_peers`."""
+        for one in self.sources.values():
+            if hasattr(one, "ask_peers"):
+                one.ask_peers(peers, nodes, once)
 
     @property
     def fingerprint(self) -> str | None:
@@ -157,20 +171,12 @@ class Mixture:
         known = all(callable(getattr(one, "content_ids", None)) for one in every)
         return self._content_ids if known else None
 
-    def under_each_list(self) -> list[Mixture]:
-        """The mixture under each exclusion list of its corpora, the empty one first. Raises
-        BadInput if several of them have lists, CorpusCorrupt, StoreError."""
-        found = {name: one.under_each_list() for name, one in self.sources.items()}
-        several = [name for name, each in found.items() if len(each) > 1]
-        if len(several) > 1:
-            raise BadInput(
-                "wanted exclusion lists of one source of the mixture at most, found some of "
-                f"{', '.join(several)}: which of them were in force together cannot be told"
-            )
-        out = []
-        for i in range(max(map(len, found.values()))):
-            out.append(copy.copy(self))
-            out[-1].sources = {name: each[min(i, len(each) - 1)] for name, each in found.items()}
+    def by_source(self, indices: Sequence[int]) -> dict[str, list[tuple[int, int]]]:
+        """By name: (where in `indices`, which item of the source)."""
+        out: dict[str, list[tuple[int, int]]] = {}
+        for where, i in enumerate(indices):
+            name, item = self.source_of(i)
+            out.setdefault(name, []).append((where, item))
         return out
 
     def sample_order(
@@ -191,17 +197,9 @@ class Mixture:
 
     def _content_ids(self, indices: Sequence[int], as_read: bool = True) -> Int64s:
         out = np.empty(len(indices), np.int64)
-        for name, places in self._by_source(indices).items():
+        for name, places in self.by_source(indices).items():
             where, items = zip(*places, strict=True)
             out[list(where)] = self.sources[name].content_ids(items, as_read)
-        return out
-
-    def _by_source(self, indices: Sequence[int]) -> dict[str, list[tuple[int, int]]]:
-        """By name: (where in `indices`, which item of the source)."""
-        out: dict[str, list[tuple[int, int]]] = {}
-        for where, i in enumerate(indices):
-            name, item = self.source_of(i)
-            out.setdefault(name, []).append((where, item))
         return out
 
     # ---- what was asked for ----------------------------------------------------------------------

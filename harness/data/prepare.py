@@ -38,8 +38,8 @@ from harness.data.card import (
     hash_of,
     index_key,
 )
-from harness.data.chunks import card_of
 from harness.data.near import NearRule, near_duplicates
+from harness.data.opening import card_of
 from harness.data.shards import UnitNote
 from harness.data.sources import SourceFile, WorkUnit, expanded, units_of
 from harness.data.tokenizing import Tokenizer, tokenizer_of

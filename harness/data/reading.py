@@ -5,7 +5,8 @@
 
 Runs in the worker and in a DataLoader's processes; needs no torch (a DataLoader makes tensors of
 the arrays). What `run.steps` asks of a dataset besides: `fingerprint`, `read_ahead`, `content_ids`,
-and what it fetches ahead: `pieces`, `ahead_nbytes`, `traffic`.
+what it fetches ahead: `pieces`, `ahead_nbytes`, `traffic`; and what nodes have for each other:
+`caches`, `ask_peers`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -33,6 +34,9 @@ from harness.data.excluding import (
 )
 from harness.data.foreign_items import ForeignItems
 from harness.data.framing import unframed
+
+if TYPE_CHECKING:
+    from storage.tiers import Tier
 
 IGNORED = -100  # a target that losses leave out, as torch's cross_entropy does
 BOUNDARIES = ("", "documents", "cu_seqlens")
@@ -123,6 +127,16 @@ class _Ahead:
     def ahead_nbytes(self, processes: int) -> int:
         """The most that may be fetched ahead by one of so many processes of this node."""
         return self._reader.chunks.ahead_nbytes(processes)
+
+    @property
+    def caches(self) -> dict[str, int]:
+        """Of this node: folder -> its bound in bytes."""
+        cache = self._reader.chunks.cache
+        return {} if cache is None else {str(cache.folder): cache.nbytes}
+
+    def ask_peers(self, peers: Tier | None, nodes: int, once: bool) -> None:
+        """See `Chunks.ask_peers`."""
+        self._reader.chunks.ask_peers(peers, nodes, once)
 
     def _ranges(self, indices: Sequence[int]) -> Ranges:
         raise NotImplementedError

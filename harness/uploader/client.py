@@ -64,6 +64,10 @@ class Courier(Protocol):
         """Where a snapshot lies nearer than in the bucket, as `nearby.tiers_for` takes it; {}:
         nowhere."""
 
+    def open_data(self, folder: str, nbytes: int) -> dict[str, Any]:
+        """Open a cache of data to other nodes. Where theirs are, as `nearby.data_peers` takes it;
+        {}: nowhere."""
+
 
 def fence(store: ObjectStore) -> Callable[[Ref], None]:
     """No snapshot of an epoch is committed when a newer epoch exists."""
@@ -157,6 +161,9 @@ class Local:
         self._uploader.submit(job, segment.view, landed)
 
     def held(self, ref: Ref) -> dict[str, Any]:
+        return {}
+
+    def open_data(self, folder: str, nbytes: int) -> dict[str, Any]:
         return {}
 
 
@@ -349,6 +356,12 @@ class Remote:
     def held(self, ref: Ref) -> dict[str, Any]:
         try:
             return dict(self._line.ask("held", ref=ref.name)["near"])
+        except (ConnectionError, StageFull):
+            return {}
+
+    def open_data(self, folder: str, nbytes: int) -> dict[str, Any]:
+        try:
+            return dict(self._line.ask("data", folder=folder, nbytes=nbytes)["near"])
         except (ConnectionError, StageFull):
             return {}
 

@@ -1,15 +1,20 @@
-"""Whose memory holds which chunk of a snapshot, and in which order it is asked for.
+"""Who holds which chunk of a snapshot or of data, and in which order nodes are asked for it.
 
 What a rank wrote lies where it was staged, with its node, and in the tier that the next member of
 that epoch keeps for others (`nearby.py`). So a chunk is asked of these two: first of one that
 trains now, since who does not may be dead; chunks are spread over both where both do. Then some
 others are asked, which may have fetched it when they restored. Addresses are read from the bucket
 when they are needed. Knows nothing of torch.
+
+A chunk of data has a home, which every node computes alike (`Homes`): who has read it from the
+bucket leaves it there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import heapq
 from collections.abc import Iterator, Sequence
 
 from harness.bucket.layout import ChunkServerAt, Epoch, chunks_key
@@ -22,6 +27,7 @@ from storage.snapshot_keys import writer_of
 
 # others of a big world, for a chunk that its holders do not give; one that is dead costs a time-out
 ASKED = 8
+HOMES = 2  # of a chunk of data: its own, and who had it before a newcomer, or will when that leaves
 
 HostPort = tuple[str, int]
 
@@ -83,3 +89,28 @@ class Holders:
         for name in [*holders, *others]:
             if (found := self._servers.of(name)) is not None:
                 yield found
+
+
+class Homes:
+    """Of chunks of data, by rendezvous hashing: a world that one node leaves or joins moves the
+    chunks of that node only. `members`: who train now; `me`: nobody asks itself."""
+
+    def __init__(self, members: Sequence[str], me: str, servers: ChunkServers):
+        self._members, self._me, self._servers = members, me, servers
+
+    def __call__(self, id: str) -> Iterator[HostPort]:
+        """Whom to ask for a chunk, in order."""
+        for name in self._homes(id):
+            if name != self._me and (found := self._servers.of(name)) is not None:
+                yield found
+
+    def keeper(self, id: str) -> HostPort | None:
+        """Who is left a chunk; None: this node is its home, or that serves none."""
+        home = next(iter(self._homes(id)), self._me)
+        return None if home == self._me else self._servers.of(home)
+
+    def _homes(self, id: str) -> list[str]:
+        def weight(member: str) -> bytes:
+            return hashlib.blake2b(f"{member} {id}".encode(), digest_size=8).digest()
+
+        return heapq.nlargest(HOMES, self._members, key=weight)

@@ -3,8 +3,9 @@ keep for each other.
 
 What a node has sent and seen committed is copied to its disk and left with its neighbour (the next
 member of the epoch), so that the share of a node that is lost is still near. Workers are told where
-to look, and read by themselves (`tiers_for`). Nothing here is
-needed: every error is a miss, and the bucket has it all. Knows nothing of torch.
+to look, and read by themselves (`tiers_for`). The node's cache of data is open to the same peers
+(`data_peers`). Nothing here is needed: every error is a miss, and the bucket has it all. Knows
+nothing of torch.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from harness.bucket.epochs import newest_epoch, read_epoch
 from harness.bucket.layout import NO_EPOCH, SECRET, ChunkServerAt, chunks_key, secret_of
 from harness.core.values import BadObject
 from harness.core.world import BadInput
-from harness.uploader.holders import ChunkServers, Holders
+from harness.uploader.holders import ChunkServers, Holders, Homes
 from storage.errors import StoreError
 from storage.folder_tiers import FolderTier, OwnedFolder
 from storage.manifest import Manifest, Ref
-from storage.objects import ObjectStore
-from storage.own_folders import NotOurs
-from storage.peers import ChunkServer, PeerTier
+from storage.objects import Gate, ObjectStore
+from storage.own_folders import NotOurs, own_folder
+from storage.peers import DATA, ChunkServer, PeerTier
 from storage.sealing import can_seal
 from storage.tiers import SegmentTier, Tier, blocks, chunks_of
 
@@ -98,6 +99,7 @@ class Nearby:
         self.store, self.member, self.config = store, member, config
         self._folders: list[FolderTier] = []
         self._owned: list[OwnedFolder] = []
+        self._data: dict[str, FolderTier] = {}  # caches of data, by folder
         self._kept: dict[Ref, Manifest] = {}
         self._neighbour: tuple[int, PeerTier] = (0, PeerTier([], ""))  # by epoch
         self._servers = ChunkServers(store)
@@ -142,7 +144,12 @@ class Nearby:
         keep = next(f for f in self._folders if f.name == config.peer)
         serves = [*self._folders]
         server = ChunkServer(
-            lambda: [*staged(), *serves], config.addr, secret, keep, sealed=config.encrypt
+            lambda: [*staged(), *serves],
+            config.addr,
+            secret,
+            keep,
+            sealed=config.encrypt,
+            data=lambda: list(self._data.values()),
         )
         try:
             store.create(chunks_key(self.member), ChunkServerAt(config.addr, server.port).encode())
@@ -160,9 +167,14 @@ class Nearby:
             return
         self._folders.append(FolderTier("disk", self._owned[0].path, self.config.disk_nbytes))
 
-    def fill(self, manifest: Manifest, parts: Mapping[str, memoryview]) -> None:
+    def fill(
+        self,
+        manifest: Manifest,
+        parts: Mapping[str, memoryview],
+        gate: Gate = lambda nbytes: False,
+    ) -> None:
         """A snapshot is committed, and these parts (key -> content) of it are ours: to the
-        disk, and to the neighbour."""
+        disk, and to the neighbour, no faster than `gate` lets it."""
         self._asked.wait(ASKED_S)
         disks: list[Tier] = [f for f in self._folders if f.name == "disk"]
         peers: list[Tier] = [self._neighbour_in(manifest.epoch)] if self._server is not None else []
@@ -172,6 +184,8 @@ class Nearby:
         turn = self._turn
 
         def put(chunks: dict[str, bytes | memoryview]) -> None:
+            if turn == self._turn:
+                gate(sum(map(len, chunks.values())))
             for tier in [*disks, *peers] if turn == self._turn else []:
                 tier.put(chunks)
 
@@ -225,6 +239,13 @@ class Nearby:
             }
         return found
 
+    def open_data(self, folder: str, nbytes: int) -> dict[str, Any]:
+        """A cache of data on this node, of `nbytes`, is open to peers from now on. As `told`.
+        Raises NotOurs, OSError."""
+        if self.config.peer != "off" and folder not in self._data:
+            self._data[folder] = FolderTier("data", own_folder(Path(folder)), nbytes)
+        return self.told()
+
     def shared_no_more(self) -> None:
         """All workers of this node have restored: what was only fetched for them may go."""
         if self.config.share and self.config.peer != "memory":
@@ -269,3 +290,15 @@ def tiers_for(
         holders = Holders(manifest, written_by, held["members"], held["member"], servers)
         tiers.append(PeerTier([], held["secret"], sealed=held["sealed"], holders=holders))
     return tiers
+
+
+def data_peers(told: Mapping[str, Any], store: ObjectStore) -> PeerTier | None:
+    """The other nodes' caches of data; `told`: as `Nearby.open_data` says. None: nobody serves
+    any, or there are no others. `store`: the run's."""
+    if not told.get("secret") or len(told["members"]) < 2:
+        return None
+    homes = Homes(told["members"], told["member"], ChunkServers(store))
+    sealed = told["sealed"]
+    return PeerTier(
+        [], told["secret"], sealed=sealed, holders=homes, keeper=homes.keeper, kind=DATA
+    )

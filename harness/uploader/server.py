@@ -12,6 +12,7 @@ segments.
     send      a job; its outcome is told when it is known, and     drain   there is a deadline;
               when its segment is free again                       busy: how many shares are not
                                                                    written
+    data      a cache of data, open to peers from now on; where theirs are
 
 Without an agent a session uses `Local`: the same engine on threads of the trainer's process. Knows
 nothing of torch.
@@ -194,7 +195,7 @@ class UploadServer:
         answer: dict[str, Any] | None
         try:
             answer = self._answer(request, lambda body: say({"n": number, **body}), caller)
-        except StoreError as e:
+        except (StoreError, OSError) as e:
             answer = {"error": str(e)}
         except NO_REQUEST as e:
             answer = {"error": f"the uploader does not understand that: {type(e).__name__}: {e}"}
@@ -217,6 +218,8 @@ class UploadServer:
                 return {
                     "near": {"parts": self._held(Ref.parse(request["ref"])), **self.nearby.told()}
                 }
+            case "data":
+                return {"near": self.nearby.open_data(request["folder"], request["nbytes"])}
             case "drain":
                 self._drain(request["deadline_s"])
                 return {}
@@ -290,6 +293,7 @@ class UploadServer:
             self.nearby.fill(
                 manifest,
                 {key: kept.segment.view[start:end] for key, (start, end) in places.items()},
+                self.uploader.copying(job),
             )
 
     def _staged(self) -> list[SegmentTier]:

@@ -8,15 +8,17 @@ the index alone, so no data are read here (of records, where each lies); that th
 what its index says, `harness data verify` finds out.
 
 What a corpus leaves out may grow while a run lives (harness/data/excluding.py). A step that read
-nothing of that is the same under each list. So each step must be what some list makes of it, and no
-step an older list's than a step before it; from the first step that is a list's and no older one's,
-the list was in force for sure.
+nothing of that is the same under each list. So each step must be what some list of each of its
+corpora makes of it, and no step an older list's than a step before it; from the first step that is
+a list's and no older one's, the list was in force for sure.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from harness.bucket.layout import IDENTITY
@@ -35,6 +37,9 @@ from storage.snapshots import Snapshots
 
 NAME = "contents"
 Corpora: TypeAlias = Tokens | Records | Mixture
+# by name of the source, "" for a corpus that is all there is: as it is under each of its lists
+EachList: TypeAlias = Mapping[str, Sequence[Tokens | Records]]
+MOST = 1 << 16  # ways in which a step may be put together of its sources' lists
 
 
 def with_contents(
@@ -49,15 +54,16 @@ def with_contents(
     if not rec.records_contents(identity):
         raise BadInput(f"{store.url}: wanted a run that read a corpus, found {identity['data']!r}")
     dataset = proved_by(str(identity["data"]), urls)
-    shown: dict[int, int] = {}
+    shown: dict[tuple[str, int], int] = {}
     try:
-        n = _compare(store, identity, dataset.under_each_list(), shown, progress)
+        n = _compare(store, identity, dataset, shown, progress)
     except (RuleBroken, rec.BrokenRecords, HarnessError) as e:
         check = Check(NAME, False, str(e), 0)
     else:
         detail = f"each step read what {_named(dataset)} at its positions"
-        for number, step in sorted(shown.items()):
-            detail += f"; exclusion list {number} is in force from step {step} on at the latest"
+        for (name, number), step in sorted(shown.items()):
+            what = f"exclusion list {number}{f' of {name}' if name else ''}"
+            detail += f"; {what} is in force from step {step} on at the latest"
         check = Check(NAME, True, detail, n)
     first = report.first_violation or (None if check.ok else check.detail)
     return AuditReport(report.ok and check.ok, [*report.checks, check], first, report.notes)
@@ -66,14 +72,13 @@ def with_contents(
 def _compare(
     store: ObjectStore,
     identity: dict[str, object],
-    datasets: Sequence[Corpora],
-    shown: dict[int, int],
+    dataset: Corpora,
+    shown: dict[tuple[str, int], int],
     progress: AuditProgress,
 ) -> int:
-    """How many steps. `datasets`: the corpus under each of its lists. `shown`: by the number of a
-    list, the first step that no older one explains. Raises RuleBroken, BrokenRecords,
-    CorpusCorrupt."""
-    batching, dataset = batching_of(identity), datasets[0]
+    """How many steps. `shown`: by source and number of a list of it, the first step that no older
+    one explains. Raises RuleBroken, BrokenRecords, CorpusCorrupt."""
+    batching = batching_of(identity)
     if batching.samples != len(dataset):
         raise RuleBroken(
             f"{IDENTITY}: wanted the {len(dataset)} samples of the corpus, found {batching.samples}"
@@ -82,44 +87,84 @@ def _compare(
     named = rec.named(newest.data) if newest is not None else None
     if newest is None or named is None:
         return 0
-    n, latest = 0, len(datasets) - 1
+    sources = dataset.sources if isinstance(dataset, Mixture) else {"": dataset}
+    each = {name: one.under_each_list() for name, one in sources.items()}
+    n, latest = 0, {name: len(lists) - 1 for name, lists in each.items()}
     for key, part in walk(store, named, rec.genesis(identity)):
         for record in reversed(part):
-            lists = _lists_of(batching, datasets, record)
-            if not lists:
-                wanted = expected_contents(batching, dataset, record.step)
+            sums = _sums(batching, dataset, each, record.step)
+            found = _lists_of(each, sums, record)
+            if found is None:
+                wanted = sum(sum_under(0) for sum_under in sums.values()) % 2**64
                 raise RuleBroken(
                     f"{key}, step {record.step}: wanted the contents {wanted:016x} that the corpus "
                     f"has at its positions, found {record.contents!r}: something else was read"
                 )
-            if lists.start > latest:
-                raise RuleBroken(
-                    f"{key}, step {record.step}: wanted exclusion lists that never go back, found "
-                    f"that list {lists.start} was in force, and list {latest} at a later step"
-                )
-            latest = min(latest, lists.stop - 1)
-            shown |= dict.fromkeys(range(1, lists.start + 1), record.step)
+            for name, lists in found.items():
+                if lists.start > latest[name]:
+                    of = f" of {name}" if name else ""
+                    raise RuleBroken(
+                        f"{key}, step {record.step}: wanted exclusion lists that never go back, "
+                        f"found that list {lists.start}{of} was in force, and list {latest[name]} "
+                        "at a later step"
+                    )
+                latest[name] = min(latest[name], lists.stop - 1)
+                shown |= {(name, number): record.step for number in range(1, lists.start + 1)}
             n += 1
         progress(NAME, n, newest.step)
     return n
 
 
-def _lists_of(batching: Batching, datasets: Sequence[Corpora], record: rec.StepRecord) -> range:
-    """The lists under which the step must have read what it says: a row without gaps, since each
-    has all of the one before."""
+def _sums(
+    batching: Batching, dataset: Corpora, each: EachList, step: int
+) -> dict[str, Callable[[int], int]]:
+    """Of each source that a step reads: number of a list -> what it adds to the step's contents
+    under that."""
+    at = positions_of(batching, step)
+    reads = _by_source(dataset, indices_at(batching, at).tolist())
 
-    at = positions_of(batching, record.step)
-    samples = indices_at(batching, at).tolist()
+    def sum_under(name: str, number: int) -> int:
+        places, items = reads[name]
+        return _contents_at(each[name][number], at[places], items)
 
-    @functools.cache
-    def fits(number: int) -> bool:
-        return f"{_contents_at(datasets[number], at, samples):016x}" == record.contents
+    return {name: functools.cache(functools.partial(sum_under, name)) for name in reads}
 
-    last = len(datasets) - 1
-    if fits(0) and (not last or fits(last)):
-        return range(last + 1)
-    found = [number for number in range(last + 1) if fits(number)]
-    return range(found[0], found[-1] + 1) if found else range(0)
+
+def _lists_of(
+    each: EachList, sums: Mapping[str, Callable[[int], int]], record: rec.StepRecord
+) -> dict[str, range] | None:
+    """Of each source that the step read, the lists under which it must have read what it says: a
+    row without gaps, since each list has all of the one before. None: no lists explain it. Raises
+    RuleBroken if there are too many ways to tell."""
+    ways: list[list[tuple[int, range]]] = []  # of each source: what its lists add up to
+    for name, sum_under in sums.items():
+        last = len(each[name]) - 1
+        if sum_under(0) == sum_under(last):
+            ways.append([(sum_under(0), range(last + 1))])
+            continue
+        by_sum: dict[int, list[int]] = {}
+        for number in range(last + 1):
+            by_sum.setdefault(sum_under(number), []).append(number)
+        ways.append([(total, range(of[0], of[-1] + 1)) for total, of in by_sum.items()])
+    if math.prod(map(len, ways)) > MOST:
+        raise RuleBroken(
+            f"step {record.step}: wanted to know which exclusion lists of {len(ways)} sources were "
+            f"in force, found more than {MOST} ways to put it together"
+        )
+    for way in itertools.product(*ways):
+        if f"{sum(total for total, _ in way) % 2**64:016x}" == record.contents:
+            return dict(zip(sums, (lists for _, lists in way), strict=True))
+    return None
+
+
+def _by_source(dataset: Corpora, samples: list[int]) -> dict[str, tuple[list[int], list[int]]]:
+    """By name: which of the samples, and which items of the source they are."""
+    if not isinstance(dataset, Mixture):
+        return {"": (list(range(len(samples))), samples)}
+    return {
+        name: tuple(map(list, zip(*places, strict=True)))  # type: ignore[misc]
+        for name, places in dataset.by_source(samples).items()
+    }
 
 
 def _named(dataset: Corpora) -> str:

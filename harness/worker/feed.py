@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from harness.worker.loader import (
 )
 from harness.worker.peers import Peers
 from harness.worker.pipeline import Pipeline
-from harness.worker.prefetch import ReadsAhead
+from harness.worker.prefetch import ReadsAhead, fetched_ahead
 from harness.worker.shared_reading import refuse_a_part
 from storage.names import plain_name
 
@@ -38,18 +38,26 @@ Collate = Callable[[list[Any]], Any]
 
 class Feed:
     """`batching`: None until `steps` is called. `stream`: of data that is read in order only.
-    `processes`: of this node that read."""
+    `processes`: of this node that read. `meet`: see `DataPeers`."""
 
     plan: Plan
 
-    def __init__(self, peers: Peers, seed: int, speeds: list[float] | None, processes: int = 1):
-        self._peers, self.seed, self._processes = peers, seed, processes
+    def __init__(
+        self,
+        peers: Peers,
+        seed: int,
+        speeds: list[float] | None,
+        processes: int = 1,
+        meet: Callable[[Any, bool], None] = lambda dataset, once: None,
+    ):
+        self._peers, self.seed, self._processes, self._meet = peers, seed, processes, meet
         self._speeds = speeds if speeds and len(set(speeds)) > 1 else None
         self.batching: Batching | None = None
         self.stream: Stream | None = None
         # (step, micro-batch) -> its data; of a map-style dataset
         self.read_again: Callable[[int, int], Any] | None = None
         self._dataset: Any = None
+        self._read: Any = None  # the same, or what a loop of the script's own reads
         self._collate: Collate | None = None
         # what run.json says of a loop that is not ours; None: the steps are ours
         self._foreign: dict[str, Any] | None = None
@@ -68,7 +76,7 @@ class Feed:
         refuse_a_part(dataset, self._peers.world)
         agree_on_exclusions(dataset, self._peers)
         samples = len(dataset) if mapped else 1 << 62
-        self._dataset, self._collate = dataset, collate
+        self._dataset, self._read, self._collate = dataset, dataset, collate
         if not mapped and not isinstance(shuffle, bool):
             raise BadInput(
                 f"run.steps(shuffle={shuffle!r}): {type(dataset).__name__} is iterable, so it "
@@ -169,6 +177,8 @@ class Feed:
             read_again, self._dataset, self.batching, collate_fn=self._collate
         )
         pin = self._peers.device.type == "cuda"
+        scattered = self.batching.shuffle and not isinstance(self.batching.order, Blocks)
+        self._meet(self._dataset, not scattered)
         return map_style(
             self._dataset,
             self.batching,
@@ -183,9 +193,24 @@ class Feed:
             tell,
         )
 
+    def ahead(
+        self,
+        dataset: Any,
+        once: bool,
+        to_come: Iterable[Sequence[int]],
+        batches: Iterator[MicroBatch],
+        tell: Callable[[str], object],
+    ) -> Generator[MicroBatch, None, None]:
+        """Micro-batches of a loop of the script's own, for which what they lie in is fetched ahead:
+        indices `to_come`. `once`: see `DataPeers`; `tell` hears of long waits."""
+        if self._read is not dataset:
+            self._read = dataset
+            self._meet(dataset, once)
+        return fetched_ahead(dataset, to_come, self._processes, tell, batches)
+
     def traffic(self) -> Sequence[Traffic]:
         """What this process has read of the data so far, of data that counts it."""
-        return self._dataset.traffic if isinstance(self._dataset, ReadsAhead) else ()
+        return self._read.traffic if isinstance(self._read, ReadsAhead) else ()
 
 
 def agree_on_exclusions(dataset: Any, peers: Peers) -> None:

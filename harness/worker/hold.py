@@ -34,6 +34,8 @@ class Hold:
 
     def __init__(self, peers: Peers, run: Run, courier_at: str | None):
         self._peers, self._run, self._courier_at = peers, run, courier_at
+        self._courier: Courier | None = None
+        self._meeting = threading.Lock()
         self._preparing: threading.Thread | None = None
         self._sent: _Sent | None = None
 
@@ -46,15 +48,19 @@ class Hold:
         """The thread from which snapshots are sent."""
         return ErrandThread("snapshot")
 
-    @functools.cached_property
+    @property
     def courier(self) -> Courier:
-        """Who takes a snapshot to the bucket."""
+        """Who takes a snapshot to the bucket. Any thread may ask."""
+        with self._meeting:
+            if self._courier is None:
+                self._courier = self._met()
+            return self._courier
+
+    def _met(self) -> Courier:
         local = Local(self._run.store, self._run.record_outcome, self._peers.life)
-        return (
-            courier_at(Path(self._courier_at), self._run.epoch, self._peers.local_rank, local)
-            if self._courier_at
-            else local
-        )
+        if not self._courier_at:
+            return local
+        return courier_at(Path(self._courier_at), self._run.epoch, self._peers.local_rank, local)
 
     def prepare(self, state: Callable[[], dict[str, Any]], left_alone: LeftAlone) -> None:
         """Once, after the first step, when the optimizer has its state: plan, and take the memory

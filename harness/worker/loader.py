@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from harness.core.batch import Batching, Plan, indices_at, sample_seed
 from harness.core.world import BadInput
-from harness.worker.prefetch import Prefetch, ReadsAhead
+from harness.worker.prefetch import fetched_ahead
 
 Keyed = tuple[int, int, Any, int | None]
 
@@ -162,10 +162,8 @@ def map_style(
     )
     # forks its processes, before there are threads that fetch
     batches: Iterator[MicroBatch] = iter(loader)
-    if isinstance(dataset, ReadsAhead) and dataset.ahead_nbytes(processes):
-        to_come = ([index for _, index in keys] for keys in order)
-        batches = Prefetch(dataset, to_come, processes, tell).over(batches)
-    yield from batches
+    to_come = ([index for _, index in keys] for keys in order)
+    yield from fetched_ahead(dataset, to_come, processes, tell, batches)
 
 
 def read_again(dataset: Any, batching: Batching, step: int, micro: int, collate_fn: Any) -> Any:

@@ -181,6 +181,7 @@ class MicroLoader:
         self._place: LoaderPlace | None = None
         self._asked: int | None = None  # by `set_epoch`
         self.step: LoaderStep | None = None
+        self._sample_order: list[int] = []  # of the epoch in which it is
         self._cuts: deque[Cut] = deque()  # that the DataLoader was asked for, and has not given
 
     # ---- what the script may look at -------------------------------------------------------------
@@ -260,7 +261,12 @@ class MicroLoader:
         self._asked = None
         front, w = self._front, self._front._work
         self._boundary()
-        batches = iter(self._loader)
+        self._sample_order = self._order.of(place.epoch)
+        self._check_alike(self._sample_order)
+        to_come = ([i for _, i in keys] for cut in self.cuts() for _, keys in cut.given)
+        once = self._order.name == "in order"
+        read = iter(self._loader)
+        batches = w.feed.ahead(self._dataset, once, to_come, read, w.run.warn_anywhere)
         try:
             while not self._over():
                 yield from self._one_step(batches)
@@ -268,6 +274,7 @@ class MicroLoader:
                     return  # its boundary comes when the script has ended the epoch
                 self._boundary()
         finally:
+            batches.close()  # what fetches ahead ends here
             self._cuts.clear()
             w.timer.rest()
             front._profile.stop()
@@ -333,15 +340,16 @@ class MicroLoader:
         return self._front._work.feed.shared_out(self.global_batch // self.micro_batch)
 
     def cuts(self) -> Iterator[Cut]:
-        """The steps of this epoch that are still to do."""
-        place = self._opened()
-        order = self._order.of(place.epoch)
-        self._check_alike(order)
-        begins = place.position - place.steps * self.global_batch
+        """The steps of this epoch that are still to do, from here on."""
+        place, order = self._opened(), self._sample_order
+        return self._cut(order, place.position - place.steps * self.global_batch, place.steps)
+
+    def _cut(self, order: Sequence[int], begins: int, steps: int) -> Iterator[Cut]:
+        """`begins`: position of the epoch's first sample; `steps` of it are done."""
         b, most = self.micro_batch, len(order)
         if self.drop_last:
             most -= most % self.global_batch
-        for start in range(place.steps * self.global_batch, most, self.global_batch):
+        for start in range(steps * self.global_batch, most, self.global_batch):
             end = min(start + self.global_batch, most)
             micro_batches = -(-(end - start) // b)
             given = []

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from harness.core.traffic import Traffic
@@ -202,3 +202,17 @@ class Prefetch:
             f"{said}: its store is slow: {what} has been on its way for {now_s - since_s:.0f} s, "
             f"at {rate / 1e6:.2f} MB/s in all"
         )
+
+
+def fetched_ahead(
+    dataset: object,
+    to_come: Iterable[Sequence[int]],
+    processes: int,
+    tell: Callable[[str], object],
+    batches: Iterator[T],
+) -> Generator[T, None, None]:
+    """The micro-batches themselves; what they lie in is fetched ahead if the dataset can say what
+    that is. For the rest see `Prefetch`."""
+    if isinstance(dataset, ReadsAhead) and dataset.ahead_nbytes(processes):
+        batches = Prefetch(dataset, to_come, processes, tell).over(batches)
+    yield from batches

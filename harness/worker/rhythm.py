@@ -23,6 +23,7 @@ SENDINGS = 5  # the newest, that say what sending costs
 SENDING = 0.5  # of the interval may pass until the commit, so that nobody feels it
 # what is felt in an interval gets a longer one, and what is not in time a shorter one
 LONGER, SHORTER = 1.5, 0.97
+UNSURE_S = 60.0  # until a pace is known, what is sent has the time of an interval of this
 
 
 class Rhythm:
@@ -71,7 +72,8 @@ class Rhythm:
         allowed to take so long, so that it did says nothing of how fast it could have been."""
         self.commit_s = commit_s if commit_s > within_s else min(self.commit_s, commit_s)
         slowed_s = cost_s(self.stall_s, slowdown, commit_s) - self.stall_s
-        self._slowed_s.append(slowed_s)
+        unsure_s = FELT * commit_s if within_s > 0 and not self.pace else 0.0  # nobody could tell
+        self._slowed_s.append(max(slowed_s, unsure_s))
         if within_s > 0 and slowdown > FELT:
             self._roomy_s, self._felt_s = LONGER * within_s / SENDING, slowed_s
         else:
@@ -100,7 +102,8 @@ class Rhythm:
     @property
     def within_s(self) -> float:
         """A snapshot may take so long for the sake of the training's speed."""
-        return SENDING * self.interval_s()
+        unsure_s = UNSURE_S if self._interval.derived and not self.pace else 0.0
+        return SENDING * max(unsure_s, self.interval_s())
 
     @property
     def cost_s(self) -> float:

@@ -36,6 +36,7 @@ from harness.core.meshes import AskedMesh
 from harness.core.world import BadInput
 from harness.node.progress import WorkerPhase
 from harness.worker import machine
+from harness.worker.data_peers import DataPeers
 from harness.worker.feed import Feed
 from harness.worker.hands import Hands
 from harness.worker.hold import Hold
@@ -122,7 +123,8 @@ class Session(PlainLoops):
         snapshotter = Snapshotter(peers, joined, training, log, hold, rhythm, last_seen, o.keep)
         resume = Resume(peers, joined, training, hold, last_seen, environ)
         here = int(environ.get("LOCAL_WORLD_SIZE", 1))
-        feed = Feed(peers, o.seed, json.loads(environ.get("HARNESS_SPEEDS", "null")), here)
+        speeds = json.loads(environ.get("HARNESS_SPEEDS", "null"))
+        feed = Feed(peers, o.seed, speeds, here, DataPeers(hold, joined.store, nodes).meet)
         log.times.traffic = feed.traffic
         self._work = Work(
             peers, joined, training, feed, log, rates, rhythm, snapshotter, votes, timer

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import itertools
 import operator
+import queue
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,8 +26,10 @@ from harness.core.batch import sample_seed
 from harness.core.world import BadInput
 from harness.worker import chance
 from harness.worker.loader import content_hash, contents_of, is_map_style
+from harness.worker.prefetch import fetched_ahead
 
 SPLITTING = ("streaming.base.", "litdata.streaming.")  # modules of MosaicML and of LitData
+PROCESSES = 8  # of a node that fetch ahead, for all that is known here
 AT_ONCE = 32  # batches that a sampler is asked for at a time, after the first
 MOST_AT_ONCE = 4096  # ... when they are passed over
 
@@ -136,13 +139,18 @@ class _Own:
     def __init__(self) -> None:
         self.walk: Walk | None = None
         self.seed = 0
+        # hears of each as soon as the sampler has said it; of plain keys
+        self.known: Callable[[list[int]], None] = lambda keys: None
 
     def __iter__(self) -> Iterator[_Asked]:
-        walk, seed = self.walk, self.seed
+        walk, seed, known, told = self.walk, self.seed, self.known, 0
         assert walk is not None
         while walk.own or walk.advance():
+            for entry in itertools.islice(walk.own, told, None):
+                known(list(entry.keys) if entry.plain else [])
+            told = len(walk.own)
             if walk.own:
-                entry = walk.own.popleft()
+                entry, told = walk.own.popleft(), told - 1
                 yield _Asked(entry.asked, entry.start, entry.plain, seed)
 
 
@@ -202,7 +210,7 @@ def seed_by(seed: int) -> None:
 
 class Readers:
     """The script's DataLoader once more, with its processes and prefetching, over own batches
-    only."""
+    only. What these lie in is fetched ahead, as far as the sampler was asked."""
 
     def __init__(self, loader: DataLoader[Any], seed: int):
         self._seed, self._own, self._generator = seed, _Own(), torch.Generator()
@@ -225,7 +233,20 @@ class Readers:
         """(contents or None, data) of each own batch."""
         self._own.walk, self._own.seed = walk, sample_seed(self._seed, epoch)
         self._generator.manual_seed(self._own.seed)
-        return iter(self._loader)
+        known: queue.SimpleQueue[list[int] | None] = queue.SimpleQueue()
+        self._own.known = known.put
+        return self._ahead(iter(self._loader), known)
+
+    def _ahead(
+        self, batches: Iterator[Any], known: queue.SimpleQueue[list[int] | None]
+    ) -> Iterator[Any]:
+        """`known` ends with None, for the thread that waits there."""
+        to_come: Iterator[list[int]] = iter(known.get, None)
+        dataset = self._loader.dataset.dataset  # type: ignore[attr-defined]
+        try:
+            yield from fetched_ahead(dataset, to_come, PROCESSES, print, batches)
+        finally:
+            known.put(None)
 
 
 def batched(loader: DataLoader[Any]) -> bool:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from harness.core.facts import PHASES, StepsTimed
-from harness.core.traffic import CACHE, Traffic
+from harness.core.traffic import CACHE, PEER, Traffic
 from harness.worker.rates import Rates
 from harness.worker.run import Run
 from harness.worker.timing import COMMUNICATION, PhaseTimer
@@ -27,7 +27,7 @@ from harness.worker.timing import COMMUNICATION, PhaseTimer
 # how often: every ten seconds at first, and not quite so often in a long run
 LEAST_EVERY_S, MOST_EVERY_S, SHARE = 10.0, 60.0, 1 / 60
 # what a rank says: seconds by phase, then these
-LOSS, WEIGHT, FLOPS, FAR, NEAR, REQUESTS = range(len(PHASES), len(PHASES) + 6)
+LOSS, WEIGHT, FLOPS, FAR, PEERS, NEAR, REQUESTS = range(len(PHASES), len(PHASES) + 7)
 
 NOTHING = (0.0, 0.0, 0.0)
 
@@ -52,7 +52,7 @@ class StepTimes:
         self._done, self._newest = NOTHING, NOTHING
         self._samples = self._peak_gflops = 0
         self.traffic: Callable[[], Sequence[Traffic]] = tuple
-        self._read = np.zeros(3)  # as it was told
+        self._read = np.zeros(4)  # as it was told
         self._gathering: Gathering | None = None
         self._began_s = self._asked_s = time.monotonic()
 
@@ -102,10 +102,11 @@ class StepTimes:
             self._run.fact(self._told(found))
 
     def _read_so_far(self) -> NDArray[np.float64]:
-        """Bytes from afar and from the node's cache, and requests."""
+        """Bytes from afar, from other nodes and from the node's own cache, and requests."""
         there = self.traffic()
-        of = [(one.nbytes[one.far], one.nbytes[CACHE], one.requests) for one in there]
-        total: NDArray[np.float64] = np.array(of, float).reshape(-1, 3).sum(0)
+        by = [(one.nbytes, one.far, one.requests) for one in there]
+        of = [(found[far], found[PEER], found[CACHE], requests) for found, far, requests in by]
+        total: NDArray[np.float64] = np.array(of, float).reshape(-1, 4).sum(0)
         return total
 
     def conclude(self) -> None:
@@ -139,16 +140,15 @@ class StepTimes:
             mfu=rates.mfu(samples, step_s, self._peak_gflops),
             samples=samples,
             tokens=samples * rates.tokens_per_sample,
-            read_nbytes=self._read_by(table[:, FAR].sum(), table[:, NEAR].sum()),
+            read_nbytes=self._read_by(*table[:, FAR : NEAR + 1].sum(0)),
             read_requests=int(table[:, REQUESTS].sum()),
         )
 
-    def _read_by(self, far: float, near: float) -> dict[str, int]:
+    def _read_by(self, far: float, peers: float, near: float) -> dict[str, int]:
         """By where it came from; of sources in several stores the first is taken for all."""
         schemes = [one.far for one in self.traffic()]
-        return {
-            name: int(n) for name, n in zip((*schemes[:1], CACHE), (far, near), strict=False) if n
-        }
+        names = (*schemes[:1], PEER, CACHE)
+        return {name: int(n) for name, n in zip(names, (far, peers, near), strict=False) if n}
 
 
 def _spread(values: NDArray[Any]) -> tuple[tuple[float, ...], tuple[int, ...]]:
