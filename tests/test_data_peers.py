@@ -208,7 +208,8 @@ def test_two_nodes_fetch_a_shuffled_corpus_about_once_together(nodes, tmp_path, 
         env = {"AWS_ENDPOINT_URL": url, "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
         for name, value in {**env, "AWS_ACCESS_KEY_ID": "test"}.items():
             monkeypatch.setenv(name, value)
-        corpus, nodes.url = "s3://my-bucket/corpus", "s3://my-bucket/run"
+        # moto's buckets live as long as this process
+        corpus, nodes.url = (f"s3://my-bucket/{tmp_path.name}/{what}" for what in ("corpus", "run"))
         prepared(corpus, text, chunk_nbytes=16 << 10, shard_nbytes=1 << 20, unit_nbytes=1 << 20)
         for n in (1, 2):
             nodes.start(
@@ -223,7 +224,7 @@ def test_two_nodes_fetch_a_shuffled_corpus_about_once_together(nodes, tmp_path, 
                 },
             )
         assert nodes.codes() == [0, 0], nodes.logs()
-        assert {e.world for e in nodes.facts(EpochStarted)} == {2}
+        assert {e.world for e in nodes.facts(EpochStarted)} == {2}, nodes.logs()
         store, made = open_store(nodes.url), open_store(corpus)
         whole = sum(made.size(key) for key in made.list("shards/"))
         told = [s.fact for s in read_facts(store) if isinstance(s.fact, StepsTimed)]

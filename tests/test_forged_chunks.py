@@ -104,7 +104,7 @@ def test_a_peer_keeps_no_forged_bytes_and_none_that_only_an_old_hash_names(bucke
     with contextlib.closing(ChunkServer(lambda: [kept], "127.0.0.1", "secret", keep=kept)) as at:
         for id, data in ((chunk_id(manifest.parts[0], 0), FORGED), (old, FORGED), (old, TRUE)):
             with contextlib.closing(_Wire((at.addr, at.port), "secret", 10.0)) as wire:
-                assert wire.ask("PUT", id, data)[0] == 400
+                assert wire.ask("PUT", "chunk", id, data)[0] == 400
         assert kept.list() == []
         kept.put({old: TRUE})
         peer = PeerTier([(at.addr, at.port)], "secret")
