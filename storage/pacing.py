@@ -16,9 +16,7 @@ from dataclasses import dataclass
 
 from storage.lanes import Lanes, Running
 from storage.last_in_line import AT_NICE, FIRST, LAST, LastInLine
-from storage.objects import Gate
 from storage.throttle import FASTER, RateSearch
-from storage.upload_job import UploadJob
 
 LOOKS_PER_STEP = 4  # at the training, within a longest and a shortest time between two
 LOOK_S = (0.2, 0.5)
@@ -122,28 +120,6 @@ class Pacer:
     def hashing(self, nbytes: int) -> None:
         """The same before so many bytes are hashed."""
         self.gate(round(HASH_SHARE * nbytes))
-
-    def copying(self, job: UploadJob) -> Gate:
-        """For copies of a job's share that go to other nodes when it is committed: at the rate that
-        is known not to be felt, or what the time of another sending needs. Open where no rate is
-        known, or somebody waits."""
-        bucket = TokenBucket(self._now())
-
-        def gate(nbytes: int) -> bool:
-            with self._changed:
-                bucket.set(self._copy_rate(job), self._now())
-                turn = bucket.take(nbytes, self._now())
-                while (wait_s := bucket.wait_s(turn, self._now())) > 0:
-                    self._changed.wait(min(wait_s, LOOK_S[1]))
-                    bucket.set(self._copy_rate(job), self._now())
-                return bucket.rate < math.inf
-
-        return gate
-
-    def _copy_rate(self, job: UploadJob) -> float:
-        if self.draining or self._waits or not job.beside.may_last or not self.search.rate:
-            return math.inf
-        return max(self.search.rate, job.nbytes / job.beside.within_s, LEAST_RATE)
 
     def begin(self, one: Running) -> None:
         """This job is sent from now on."""

@@ -33,7 +33,7 @@ from storage.lanes import Ahead, Lanes, Running
 from storage.last_in_line import LastInLine
 from storage.leases import Watch
 from storage.manifest import Manifest, Ref
-from storage.objects import Gate, ObjectStore
+from storage.objects import ObjectStore
 from storage.pacing import Pacer, TrainingWatch
 from storage.parts import chunk_hash
 from storage.retention import Keep
@@ -123,10 +123,6 @@ class Uploader:
         self._deadline_s, self._pacer.draining = deadline_s, deadline_s is not None
         self._pacer.set()
         return self._plan()
-
-    def copying(self, job: UploadJob) -> Gate:
-        """Asked before each copy of a share that is committed to another node."""
-        return self._pacer.copying(job)
 
     @property
     def nbytes_per_s(self) -> float:

@@ -14,6 +14,7 @@ from pathlib import Path
 import buckets
 import pytest
 from corpora import files, prepared
+from torch.utils.data import DataLoader
 from worlds import train
 
 import harness
@@ -28,6 +29,7 @@ from harness.data.chunks import CorpusReader, from_store
 from harness.data.node_cache import opened
 from harness.worker.loader import map_style
 from harness.worker.prefetch import Prefetch, ReadsAhead
+from harness.worker.shares import SharedLoader
 from storage.faults import corrupt
 from storage.opening import open_store
 
@@ -487,3 +489,73 @@ def test_a_run_tells_what_it_read(corpus, tmp_path):
     far = sum(one.read_nbytes.get("file", 0) for one in told)
     there = sum(p.stat().st_size for p in cached(tmp_path / "node"))
     assert far == there <= nbytes and sum(one.read_requests for one in told) > 0
+
+
+# ---- loops of the script's own -------------------------------------------------------------------
+class Watched(harness.data.Tokens):
+    """Tells which samples it was asked to have near, and which it gave."""
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self.near, self.given = [], []
+
+    def pieces(self, indices):
+        self.near += list(indices)
+        return super().pieces(indices)
+
+    def __getitem__(self, i):
+        self.given.append(i)
+        return super().__getitem__(i)
+
+    __getitems__ = None
+
+
+@pytest.mark.parametrize("micros", [1, 2])
+def test_a_loader_of_the_script_s_own_fetches_ahead_what_its_sampler_has_said(
+    corpus, tmp_path, micros
+):
+    """Of the micro-batches of this rank only, which does one of so many."""
+    dataset = Watched(corpus, 64, cache=tmp_path / "node", disk_nbytes=1 << 20)
+    loader = DataLoader(dataset, batch_size=4, shuffle=True, drop_last=True)
+    shared, own = SharedLoader(loader, micro_batches=micros, mine=range(1), seed=7), []
+    for share in shared:
+        if share.mine:
+            own += share.keys.tolist()
+    assert dataset.given == own and len(own) >= len(dataset) // micros - 8
+    near = dataset.near  # but for what was read before its turn came
+    assert len(near) > 40 and near == own[: len(near)]
+    until(lambda: not any(t.name == "prefetch" for t in threading.enumerate()))
+
+
+OWN_LOOP = """
+import sys, torch, harness
+from harness.data import Tokens
+
+class Watched(Tokens):
+    near = []
+    def pieces(self, indices):
+        self.near += list(indices)
+        return super().pieces(indices)
+
+run = harness.attach(seed=7)
+model = torch.nn.Linear(64, 1)
+run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9))
+data = Watched(sys.argv[1], 64, cache=sys.argv[2], disk_nbytes=1 << 20)
+loader, seen = run.loader(data, global_batch=8, micro_batch=4, shuffle=True, num_workers=int(sys.argv[3])), []
+for epoch in loader.epochs(2):
+    for x, y in loader:
+        loader.update(model(x.float()).square().mean())
+once = data.near[: len(data)]
+print("near", len(once) > 40 and len(set(once)) == len(once), "of", len(data))
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_run_loader_fetches_its_epochs_ahead_and_tells_what_it_read(corpus, tmp_path, workers):
+    script, run = tmp_path / "loop.py", tmp_path / "run"
+    script.write_text(OWN_LOOP)
+    found = train(run, 1, corpus, tmp_path / "node", workers, script=script)
+    assert "near True of" in found.output, found.output
+    told = [s.fact for s in read_facts(open_store(str(run))) if isinstance(s.fact, StepsTimed)]
+    read = sum((Counter(one.read_nbytes) for one in told), Counter())
+    assert read["file"] >= shards_nbytes(corpus) * 0.9

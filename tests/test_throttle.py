@@ -238,45 +238,6 @@ def test_who_is_at_the_gate_is_let_through_when_it_matters(how):
     until(lambda: not made._looking)
 
 
-def test_copies_to_other_nodes_go_at_the_pace_that_is_known():
-    training, at = Training(), [1000.0]
-    beside = PACED(1.0, 100.0)
-    one = job(nbytes=100 * MB, beside=beside)
-    made, _ = pacer(training, now=lambda: at[0])
-    assert not made.copying(one)(1 << 40)  # no pace is known
-    made.search.rate = 20.0 * MB
-    gate, through = made.copying(one), []
-    assert gate(40 * MB)  # the first goes at once
-
-    def second():
-        through.append(gate(MB))
-
-    thread = threading.Thread(target=second)
-    thread.start()
-    at[0] += 1.9
-    thread.join(1.0)
-    assert thread.is_alive() and not through
-    at[0] += 0.2
-    thread.join(60.0)
-    assert through == [True]
-    assert gate(MB)
-    at[0] += 0.1
-    assert gate(1 << 40)
-    held = threading.Thread(target=second)
-    held.start()
-    held.join(1.0)
-    assert held.is_alive()
-    made.draining = True  # a notice
-    made.set()
-    held.join(60.0)
-    assert through == [True, False]
-    made.draining = False
-    # a pace that is too slow for the time: as fast as that needs
-    made.search.rate = 1.0
-    assert made._copy_rate(one) == 4.0 * MB
-    assert made._copy_rate(job(nbytes=MB)) == math.inf  # nobody trains beside it
-
-
 class Places(LastInLine):
     def stand(self, place):
         self.at = place

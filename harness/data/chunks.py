@@ -243,7 +243,7 @@ class Chunks:
         return found
 
     def _from_peers(self, ids: Mapping[int, str]) -> dict[int, bytes]:
-        """What other nodes have, and is right. Without a peer that was slow or wrong once."""
+        """What other nodes have, and is right."""
         if (others := self._others) is None:
             return {}
         said = {number: others.caches.get(id) for number, id in ids.items()}

@@ -28,7 +28,7 @@ from harness.uploader.holders import ChunkServers, Holders, Homes
 from storage.errors import StoreError
 from storage.folder_tiers import FolderTier, OwnedFolder
 from storage.manifest import Manifest, Ref
-from storage.objects import Gate, ObjectStore
+from storage.objects import ObjectStore
 from storage.own_folders import NotOurs, own_folder
 from storage.peers import DATA, ChunkServer, PeerTier
 from storage.sealing import can_seal
@@ -167,14 +167,9 @@ class Nearby:
             return
         self._folders.append(FolderTier("disk", self._owned[0].path, self.config.disk_nbytes))
 
-    def fill(
-        self,
-        manifest: Manifest,
-        parts: Mapping[str, memoryview],
-        gate: Gate = lambda nbytes: False,
-    ) -> None:
+    def fill(self, manifest: Manifest, parts: Mapping[str, memoryview]) -> None:
         """A snapshot is committed, and these parts (key -> content) of it are ours: to the
-        disk, and to the neighbour, no faster than `gate` lets it."""
+        disk, and to the neighbour."""
         self._asked.wait(ASKED_S)
         disks: list[Tier] = [f for f in self._folders if f.name == "disk"]
         peers: list[Tier] = [self._neighbour_in(manifest.epoch)] if self._server is not None else []
@@ -184,8 +179,6 @@ class Nearby:
         turn = self._turn
 
         def put(chunks: dict[str, bytes | memoryview]) -> None:
-            if turn == self._turn:
-                gate(sum(map(len, chunks.values())))
             for tier in [*disks, *peers] if turn == self._turn else []:
                 tier.put(chunks)
 

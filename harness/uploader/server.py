@@ -293,7 +293,6 @@ class UploadServer:
             self.nearby.fill(
                 manifest,
                 {key: kept.segment.view[start:end] for key, (start, end) in places.items()},
-                self.uploader.copying(job),
             )
 
     def _staged(self) -> list[SegmentTier]:
