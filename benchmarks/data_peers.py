@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data_reading import BUCKET, throttled, write_corpus
+from data_reading import BUCKET, SHARD_NBYTES, throttled, write_corpus
 
 from harness.core.batch import Batching, plan
 from harness.core.blocks import blocks_for
@@ -96,7 +96,7 @@ def one_round(a: argparse.Namespace, url: str, sent: Any) -> dict[str, float]:
         for process in each:
             process.join()
     first, rates, peers, stalls = zip(*told, strict=True)
-    whole = a.gb * 1e9
+    whole = int(a.gb * 1e9) // SHARD_NBYTES * SHARD_NBYTES  # as it was made
     return {
         "first_s": max(first),
         "samples_per_s": min(rates),
@@ -124,6 +124,7 @@ def main() -> None:
     p.add_argument("--mb-per-s", type=float, default=50.0, help="of a connection")
     p.add_argument("--rounds", type=int, default=3)
     a = p.parse_args()
+    a.gb = max(a.gb, SHARD_NBYTES / 1e9)
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
     import boto3
     import buckets
