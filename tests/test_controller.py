@@ -63,6 +63,7 @@ def test_a_closed_terminal_drains(campaign):
     master, slave = pty.openpty()
 
     def begin():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # who runs the tests may be under nohup
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
