@@ -21,14 +21,12 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data_reading import BUCKET, SHARD_NBYTES, throttled, write_corpus
+from data_reading import BUCKET, SHARD_NBYTES, batching_of, throttled, write_corpus
 
-from harness.core.batch import Batching, plan
-from harness.core.blocks import blocks_for
+from harness.core.batch import plan
 from harness.core.traffic import PEER
 from storage.opening import open_store
 
@@ -57,10 +55,7 @@ def node(me: int, a: argparse.Namespace, url: str, folder: Path, meet: Any, said
         homes = Homes(names, str(me), at)
         tier = PeerTier([], SECRET, holders=homes, keeper=homes.keeper, kind=DATA)
         data.ask_peers(tier, a.nodes, a.order != "shuffled")
-    batching = Batching(len(data), a.lanes * a.batch, a.batch, 1, a.order == "shuffled")
-    if a.order == "blocks":
-        order = blocks_for("blocks", data.block_items, len(data), batching.global_batch, a.batch)
-        batching = replace(batching, order=order)
+    batching = batching_of(a, data)
     shares, total = plan(a.lanes, a.nodes), int(a.passes * len(data) / batching.global_batch)
     began_s, first_s, waits, each = time.perf_counter(), 0.0, [], len(shares.micros(me))
     batches = map_style(data, batching, shares, me, 1, total, None, 0, False)

@@ -141,16 +141,21 @@ def write_mds(store: ObjectStore, folder: Path, nbytes: int, length: int) -> Non
 
 
 # ---- who reads -----------------------------------------------------------------------------------
+def batching_of(a: argparse.Namespace, data: Any) -> Batching:
+    batching = Batching(len(data), a.lanes * a.batch, a.batch, 1, a.order == "shuffled")
+    if a.order != "blocks":
+        return batching
+    order = blocks_for("blocks", data.block_items, len(data), batching.global_batch, a.batch)
+    return replace(batching, order=order)
+
+
 def read_ours(url: str, a: argparse.Namespace, folder: Path) -> Iterator[Any]:
     import harness
     from harness.worker.loader import map_style
 
     cache = None if url.startswith("file:") else str(folder)
     data = harness.data.Tokens(url, a.length, cache=cache, disk_nbytes=int(a.gb * 1e9 * a.cache))
-    batching = Batching(len(data), a.lanes * a.batch, a.batch, 1, a.order == "shuffled")
-    if a.order == "blocks":
-        order = blocks_for("blocks", data.block_items, len(data), batching.global_batch, a.batch)
-        batching = replace(batching, order=order)
+    batching = batching_of(a, data)
     shares, total = plan(a.lanes, a.nodes), len(data) // batching.global_batch
     for micro in map_style(data, batching, shares, 0, 1, total, None, a.workers, False):
         yield micro.data
@@ -249,6 +254,23 @@ def child(way: str, url: str, a: argparse.Namespace, folder: Path) -> dict[str, 
     }
 
 
+def newcomer(
+    way: str, url: str, options: dict[str, Any], folder: Path, address: str
+) -> dict[str, Any]:
+    """What `child` says in a process of its own, which reaches the store at `address`."""
+    done = subprocess.run(
+        [sys.executable, __file__, way, url, str(folder), json.dumps(options)],
+        env={**os.environ, "AWS_ENDPOINT_URL": address, "S3_ENDPOINT_URL": address},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    if done.returncode:
+        raise SystemExit(f"{way}: {done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def measure(a: argparse.Namespace) -> None:
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
     import buckets
@@ -297,30 +319,13 @@ def measure(a: argparse.Namespace) -> None:
             for way in ways[round_ % len(ways) :] + ways[: round_ % len(ways)]:
                 before, folder = sent.value, root / "node"
                 folder.mkdir(mode=0o700)
-                command = [
-                    sys.executable,
-                    __file__,
-                    way,
-                    urls[way],
-                    str(folder),
-                    json.dumps(vars(a)),
-                ]
-                env_in = {**os.environ, "AWS_ENDPOINT_URL": address, "S3_ENDPOINT_URL": address}
-                done = subprocess.run(
-                    command, env=env_in, capture_output=True, text=True, timeout=1800
-                )
-                if done.returncode:
-                    raise SystemExit(f"{way}: {done.stderr[-3000:]}")
-                row = json.loads(done.stdout.splitlines()[-1])
+                row = newcomer(way, urls[way], vars(a), folder, address)
                 row["fetched_nbytes"] = sent.value - before
                 row["load"] = os.getloadavg()[0]
                 if way == "ours":  # another process of the node, as a resize starts one
                     short = vars(a) | {"samples": 0, "steps": 0}
-                    again = [*command[:-1], json.dumps(short)]
-                    done = subprocess.run(
-                        again, env=env_in, capture_output=True, text=True, timeout=600
-                    )
-                    row["again_s"] = json.loads(done.stdout.splitlines()[-1])["first_s"]
+                    again = newcomer(way, urls[way], short, folder, address)
+                    row["again_s"] = again["first_s"]
                 rows[way].append(row)
                 print(f"round {round_}: {way}: {row}", file=sys.stderr, flush=True)
                 shutil.rmtree(folder)

@@ -88,15 +88,6 @@ class _Handshake(Handshake):
 
 
 # ---- peers ---------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class _AskedFor:
-    """For chunk `id`, "" if that is the name of none, of these tiers; `keep`: where it is kept."""
-
-    id: str
-    tiers: Sequence[Tier]
-    keep: Tier | None
-
-
 class ChunkServer:
     """Serves chunks that this node's tiers hold to peers that know the run's `secret`, and keeps in
     `keep` what they leave here. Bound to `addr` only. `tiers` is asked for each request, since what
@@ -124,8 +115,10 @@ class ChunkServer:
                 if self.path.startswith("/hello/"):
                     self._greet(self.path.removeprefix("/hello/"))
                 elif (asked := self._asked()) is not None:
+                    kind, id = asked
                     with self._place() as there:
-                        found = _first(asked.tiers, asked.id) if asked.id and there else None
+                        shelves = tiers if kind == CHUNK else data
+                        found = _first(shelves(), id) if id and there else None
                         if there and found is None:
                             self._answer(404)
                         elif there:
@@ -134,18 +127,19 @@ class ChunkServer:
             def do_PUT(self) -> None:
                 if (asked := self._asked()) is None:
                     return
-                id, keep = asked.id, asked.keep
+                kind, id = asked
+                shelf = keep if kind == CHUNK else next(iter(data()), None)
                 nbytes = int(id.rpartition("-")[2]) if id else 0
                 said = self.headers.get("Content-Length", "")
                 more = self._shaken().more_nbytes
-                if keep is None or said != str(nbytes + more) or nbytes > MOST_CHUNK_NBYTES:
+                if shelf is None or said != str(nbytes + more) or nbytes > MOST_CHUNK_NBYTES:
                     self.close_connection = True  # we do not read what we cannot use
-                    self._answer(404 if keep is None else 400)
+                    self._answer(404 if shelf is None else 400)
                     return
                 with self._place() as there:
-                    data = self._read(nbytes + more) if there else None
-                    if data is not None and is_chunk(id, data):
-                        self._answer(201 if keep.put({id: data}) else 507)
+                    body = self._read(nbytes + more) if there else None
+                    if body is not None and is_chunk(id, body):
+                        self._answer(201 if shelf.put({id: body}) else 507)
                     elif there:
                         self.close_connection = True
                         self._answer(400)
@@ -182,8 +176,9 @@ class ChunkServer:
                 said = f"{self.handshake.ours} {self.handshake.server_proof()}"
                 self._answer(200, said.encode())
 
-            def _asked(self) -> _AskedFor | None:
-                """None: refused, and told so."""
+            def _asked(self) -> tuple[str, str] | None:
+                """Kind and name of the chunk asked for, "" if that is the name of none; None:
+                refused, and told so."""
                 wanted = self.handshake and self.handshake.next_proof(self.command, self.path)
                 said = self.headers.get("Authorization", "")
                 if not wanted or not same(said, f"HMAC {wanted}"):
@@ -192,11 +187,7 @@ class ChunkServer:
                     return None
                 self.server.trust(self.connection)
                 kind, id = found.groups() if (found := PATH.fullmatch(self.path)) else (CHUNK, "")
-                id = id if PEER_CHUNK_ID.fullmatch(id) else ""
-                if kind == CHUNK:
-                    return _AskedFor(id, tiers(), keep)
-                caches = data()
-                return _AskedFor(id, caches, next(iter(caches), None))
+                return kind, id if PEER_CHUNK_ID.fullmatch(id) else ""
 
             def _answer(self, code: int, data: bytes | memoryview = b"") -> None:
                 self.send_response(code)

@@ -186,12 +186,11 @@ class Uploader:
         """Of the training's steps beside this sending; of too few, of those beside the ones before
         as well."""
         base_s = one.job.beside.step_s
+        own = [s / base_s for s in one.steps_s] if base_s > 0 else []
         with self._lock:
-            self._steps_x.extend(s / base_s for s in one.steps_s if base_s > 0)
-            seen = list(self._steps_x)
-        if len(one.steps_s) >= LEAST_STEPS or not one.steps_s:
-            return slowdown(one.steps_s, base_s)
-        return slowdown(seen, 1.0)
+            self._steps_x.extend(own)
+            newest = list(self._steps_x)
+        return slowdown(own if len(own) >= LEAST_STEPS else newest, 1.0) if own else 0.0
 
     def _prune(self, keep: Keep) -> None:
         try:

@@ -48,6 +48,17 @@ def prepared(url, *sources, kind="tokens", jobs=1, **more):
     return card
 
 
+def small_corpus(root: Path) -> str:
+    """Tokens of small documents, in many small chunks; its URL."""
+    prepared(root / "made", files(root / "text", 120))
+    return str(root / "made")
+
+
+def shards_nbytes(url):
+    store = open_store(url)
+    return sum(store.size(key) for key in store.list("shards/"))
+
+
 def documents_of(tokens, eos):
     """Texts of a row of tokens of bytes, as `prepare` put them there."""
     out, held = [], bytearray()

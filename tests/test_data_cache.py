@@ -13,7 +13,7 @@ from pathlib import Path
 
 import buckets
 import pytest
-from corpora import files, prepared
+from corpora import files, prepared, shards_nbytes, small_corpus
 from torch.utils.data import DataLoader
 from worlds import train
 
@@ -39,9 +39,7 @@ WITHIN_S = 60.0
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    root = tmp_path_factory.mktemp("corpus")
-    prepared(root / "made", files(root / "text", 120))
-    return str(root / "made")
+    return small_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +58,6 @@ def whole(dataset, seed=None):
 def read(url, cache, **more):
     dataset = harness.data.Tokens(url, 64, cache=cache, **({"disk_nbytes": 1 << 20} | more))
     return dataset, [x.tolist() for x, _ in whole(dataset, more.get("seed"))]
-
-
-def shards_nbytes(url):
-    store = open_store(url)
-    return sum(store.size(key) for key in store.list("shards/"))
 
 
 def cached(folder):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import buckets
 import pytest
-from corpora import WORDS, files, prepared
+from corpora import WORDS, prepared, shards_nbytes, small_corpus
 from test_agent import nodes  # noqa: F401 - a fixture
 from worlds import history, train
 
@@ -23,7 +23,7 @@ from harness.views.audit import audit
 from harness.views.audit_contents import with_contents
 from storage.folder_tiers import FolderTier
 from storage.opening import open_store
-from storage.parts import BLAKE3
+from storage.parts import BLAKE3, chunk_hash
 from storage.peers import DATA, ChunkServer, PeerTier
 
 SCRIPT = str(Path(__file__).parent / "corpus_trainer.py")
@@ -32,9 +32,7 @@ SECRET, BOUND = "secret", 1 << 20
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    root = tmp_path_factory.mktemp("corpus")
-    prepared(root / "made", files(root / "text", 120))
-    return str(root / "made")
+    return small_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -69,24 +67,19 @@ def warmed(dataset):
     return dataset
 
 
-def nbytes(corpus):
-    store = open_store(corpus)
-    return sum(store.size(key) for key in store.list("shards/"))
-
-
 # ---- two nodes -----------------------------------------------------------------------------------
 def test_what_one_node_has_read_another_does_not_ask_the_bucket_for(corpus, wanted, node, tmp_path):
     assert read(opened(corpus, node.folder)) == wanted
     second = opened(corpus, tmp_path / "mine", node.at)
     assert read(second) == wanted
-    assert second.traffic[0].requests == 0 and second.traffic[0].nbytes == {PEER: nbytes(corpus)}
+    assert second.traffic[0].requests == 0 and second.traffic[0].nbytes == {PEER: shards_nbytes(corpus)}
     third = opened(corpus, tmp_path / "mine", node.at)  # another process of that node
     assert read(warmed(third)) == wanted and third.traffic[0].nbytes.keys() == {CACHE}
 
 
 def test_what_is_fetched_ahead_is_left_for_the_other_node(corpus, wanted, node, tmp_path):
     first = warmed(opened(corpus, tmp_path / "mine", node.at))
-    assert first.traffic[0].nbytes["file"] == nbytes(corpus) == node.held.nbytes
+    assert first.traffic[0].nbytes["file"] == shards_nbytes(corpus) == node.held.nbytes
     there = opened(corpus, node.folder)
     assert read(there) == wanted and there.traffic[0].requests == 0
     # what came from a peer is not sent back, nor what the own cache had
@@ -100,7 +93,7 @@ def test_what_is_fetched_ahead_is_left_for_the_other_node(corpus, wanted, node, 
 def test_data_that_one_node_reads_once_in_a_pass_is_left_only_if_a_whole_pass_has_room(
     corpus, node, tmp_path, enough
 ):
-    room = -(-nbytes(corpus) // 2) if enough else nbytes(corpus) // 2 - 1024
+    room = -(-shards_nbytes(corpus) // 2) if enough else shards_nbytes(corpus) // 2 - 1024
     warmed(opened(corpus, tmp_path / "mine", node.at, once=True, disk_nbytes=room))
     assert bool(node.held.list()) is enough
 
@@ -111,7 +104,7 @@ def test_wrong_bytes_of_a_peer_are_not_taken(corpus, wanted, node, tmp_path):
         path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     mine = opened(corpus, tmp_path / "mine", node.at)
     assert read(mine) == wanted
-    assert mine.traffic[0].nbytes["file"] == nbytes(corpus) and not mine.traffic[0].nbytes[PEER]
+    assert mine.traffic[0].nbytes["file"] == shards_nbytes(corpus) and not mine.traffic[0].nbytes[PEER]
     # nor does a peer take any
     id = node.held.list()[0]
     assert PeerTier([node.at], SECRET, 10.0, kind=DATA).put({id: b"\xff" * 9}) == 0
@@ -130,7 +123,7 @@ def test_snapshots_and_data_are_asked_for_apart(corpus, tmp_path):
     held, kept = FolderTier("data", tmp_path / "d", BOUND), FolderTier("memory", tmp_path / "s", BOUND)
     server = ChunkServer(lambda: [kept], "127.0.0.1", SECRET, kept, data=lambda: [held])
     chunk = b"some bytes"
-    id = f"{BLAKE3}{blake3_of(chunk)}-{len(chunk)}"
+    id = f"{chunk_hash(chunk)}-{len(chunk)}"
     with contextlib.closing(server):
         at = [(server.addr, server.port)]
         data, snapshots = PeerTier(at, SECRET, 10.0, kind=DATA), PeerTier(at, SECRET, 10.0)
@@ -139,12 +132,6 @@ def test_snapshots_and_data_are_asked_for_apart(corpus, tmp_path):
         assert snapshots.put({id: chunk}) == 1 and kept.list() == [id]
         for kind in ("chunks", "", "data/chunk"):  # of nothing that is served
             assert PeerTier(at, SECRET, 10.0, kind=kind).get(id) is None
-
-
-def blake3_of(data):
-    from storage.parts import chunk_hash
-
-    return chunk_hash(data).removeprefix(BLAKE3)
 
 
 def test_a_node_that_keeps_no_data_says_so(corpus, wanted, tmp_path):
@@ -225,8 +212,7 @@ def test_two_nodes_fetch_a_shuffled_corpus_about_once_together(nodes, tmp_path, 
             )
         assert nodes.codes() == [0, 0], nodes.logs()
         assert {e.world for e in nodes.facts(EpochStarted)} == {2}, nodes.logs()
-        store, made = open_store(nodes.url), open_store(corpus)
-        whole = sum(made.size(key) for key in made.list("shards/"))
+        store, whole = open_store(nodes.url), shards_nbytes(corpus)
         told = [s.fact for s in read_facts(store) if isinstance(s.fact, StepsTimed)]
         found = sum((Counter(one.read_nbytes) for one in told), Counter())
         # each node reads nearly all of it: without peers the bucket would be asked for twice as much

@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 from harness.bucket.layout import IDENTITY
 from harness.core import records as rec
-from harness.core.batch import Batching, Int64s, digest, indices_at, positions_of, sample_hash
+from harness.core.batch import Batching, digest, indices_at, positions_of, sample_hash
 from harness.core.identity import batching_of
 from harness.core.world import BadInput, HarnessError
 from harness.data.mixture import Mixture, proved_by
@@ -125,7 +125,8 @@ def _sums(
 
     def sum_under(name: str, number: int) -> int:
         places, items = reads[name]
-        return _contents_at(each[name][number], at[places], items)
+        under = each[name][number]
+        return digest(sample_hash(at[places], under.content_ids(items, as_read=False)))
 
     return {name: functools.cache(functools.partial(sum_under, name)) for name in reads}
 
@@ -172,14 +173,3 @@ def _named(dataset: Corpora) -> str:
         return f"the corpus {dataset.card.content} holds"
     found = ", ".join(f"{name} {one.card.content}" for name, one in dataset.sources.items())
     return f"the corpora {found} hold"
-
-
-def expected_contents(batching: Batching, dataset: Corpora, step: int) -> int:
-    """What `StepRecord.contents` must be, by the index."""
-    at = positions_of(batching, step)
-    return _contents_at(dataset, at, indices_at(batching, at).tolist())
-
-
-def _contents_at(dataset: Corpora, at: Int64s, samples: list[int]) -> int:
-    assert dataset.content_ids is not None
-    return digest(sample_hash(at, dataset.content_ids(samples, as_read=False)))
