@@ -52,7 +52,8 @@ NEEDS = {  # a program -> the Debian package that has it
 }
 INSTALL_WITHIN_S = 300.0
 UP_WITHIN_S = 60.0
-SERVER_PORT = 46580  # SkyPilot's own choice
+SERVER_PORT, QUEUES_PORT = 46580, 50011  # SkyPilot's own choice, both in the range of clients' ports
+PORTS_WITHIN_S = 90.0  # a client's port is kept for a minute after its connection has ended
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,7 @@ class Lab:
                     f"SkyPilot's API server runs here already (port {SERVER_PORT}); the lab needs "
                     "its own: `sky api stop`"
                 )
+        self._ports_free()
         for name in ("pids", "log", "bin", "etc", "munge", "dev", "local", "uvcache"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
         (self.root / "began").touch()
@@ -251,6 +253,20 @@ class Lab:
         self._controller()
         self.refresh_code()
         self._wait()
+
+    @staticmethod
+    def _ports_free() -> None:
+        """Wait until SkyPilot's API server can have its ports: it gives up at once where one of
+        them was a client's a minute ago, as after a test suite."""
+        until = time.monotonic() + PORTS_WITHIN_S
+        for port in (SERVER_PORT, QUEUES_PORT):
+            while not _can_listen(port):
+                if time.monotonic() > until:
+                    raise SystemExit(
+                        f"SkyPilot's API server needs port {port}, which another program has had "
+                        f"for {PORTS_WITHIN_S:.0f} s: `ss -tanp | grep {port}` shows which"
+                    )
+                time.sleep(1)
 
     def jobs_here(self, here: bool) -> None:
         """Managed jobs run in the API server's own processes (a dozen of them, which start with
@@ -652,6 +668,17 @@ class Lab:
                         f"{self.root}/log"
                     )
                 time.sleep(0.5)
+
+
+def _can_listen(port: int) -> bool:
+    """Asked as SkyPilot asks."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 def _needs(pyproject: str) -> list[str]:
