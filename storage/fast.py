@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -49,6 +51,8 @@ PART_NBYTES = 16 << 20  # of an upload
 PACED_NBYTES = 5 << 20  # ... that is sent bit by bit: what S3 takes at least
 READ_NBYTES = 8 << 20  # of a parallel read
 AT_ONCE = 8  # requests of one call
+# of all calls that write, for each processor: more only take it from one another
+WRITES_PER_PROCESSOR = 4
 SMALL_AT_ONCE = 32  # small objects that `get_each` reads at once
 MAX_PARTS = 9000  # S3 allows 10000
 REQUEST_TIMEOUT_S = 300.0  # of one request: a part at 430 kB/s with all of `AT_ONCE` on their way
@@ -69,6 +73,8 @@ class FastStore:
         bucket, _, prefix = rest.partition("/")
         self._bucket, self._prefix, self._s3 = bucket, prefix, None
         self.reads_at_once = SMALL_AT_ONCE
+        self._writes_at_once = max(AT_ONCE, WRITES_PER_PROCESSOR * (os.cpu_count() or AT_ONCE))
+        self._writing, self._lock = 0, threading.Lock()  # calls
         self._with_strange_keys: set[str] = set()  # folders that obstore cannot list
         self._named = KeyFilter(url)
         match scheme:
@@ -152,7 +158,7 @@ class FastStore:
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")
-        with self._answers(key):
+        with self._answers(key), self._share() as at_once:
             if len(view) <= PART_NBYTES:
                 obstore.put(self._parts, key, view, use_multipart=False)
             else:
@@ -163,7 +169,7 @@ class FastStore:
                     view,
                     use_multipart=True,
                     chunk_size=part,
-                    max_concurrency=AT_ONCE,
+                    max_concurrency=at_once,
                 )
 
     def put_paced(self, key: str, data: bytes | memoryview, gate: Gate) -> None:
@@ -176,14 +182,28 @@ class FastStore:
         piece = max(PACED_NBYTES, -(-len(view) // MAX_PARTS))
         with (
             self._answers(key),  # within: an error aborts the upload
+            self._share() as at_once,
             obstore.open_writer(
-                self._parts, key, buffer_size=piece, max_concurrency=AT_ONCE
+                self._parts, key, buffer_size=piece, max_concurrency=at_once
             ) as writer,
         ):
             for start in range(0, len(view), piece):
                 some = view[start : start + piece]
                 gate(len(some))
                 writer.write(some)
+
+    @contextlib.contextmanager
+    def _share(self) -> Iterator[int]:
+        """Around a call that writes: how many requests it may have on its way, beside those of the
+        calls before it."""
+        with self._lock:
+            self._writing += 1
+            at_once = max(2, min(AT_ONCE, self._writes_at_once // self._writing))
+        try:
+            yield at_once
+        finally:
+            with self._lock:
+                self._writing -= 1
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
         with self._answers(key):
