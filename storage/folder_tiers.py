@@ -7,8 +7,9 @@ import fcntl
 import hashlib
 import os
 import shutil
+import threading
 import time
-import uuid
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from storage.chunks import CHUNK_ID
 from storage.own_folders import is_ours, own_folder
 
 FOLDER_LOCK_S = 10.0
-ROOM_SHARE = 16  # of a full folder's budget one part is cleared at a time
+LEAST_LISTED = 64  # chunks of which it is noted, when a full folder is listed, that they go next
 
 
 class FolderTier:
@@ -24,10 +25,11 @@ class FolderTier:
     recently used go first.
 
     In /dev/shm it is the memory tier, on a disk the disk tier. A reader that has a file open keeps
-    its bytes when it is dropped.
+    its bytes when it is dropped; not `over`: then new chunks are written over what was dropped,
+    which costs a disk half as much, and who reads must look at hashes.
     """
 
-    def __init__(self, name: str, folder: Path, budget_nbytes: int):
+    def __init__(self, name: str, folder: Path, budget_nbytes: int, over: bool = False):
         if budget_nbytes < 0:
             raise ValueError(
                 f"the budget of the {name} tier is in bytes, at least 0; found {budget_nbytes}"
@@ -36,15 +38,15 @@ class FolderTier:
         self._folder = folder / "chunks"
         self._locks = folder / "locks"
         self._count = folder / "used"
+        self._over = over
+        # (last use in ns, bytes, id) of what goes next, as when the folder was last listed
+        self._oldest: deque[tuple[int, int, str]] = deque()
         for each in (self._folder, self._locks):
             each.mkdir(parents=True, exist_ok=True)
 
     def get(self, id: str) -> bytes | None:
-        path = self._folder / id
         try:
-            data = path.read_bytes()
-            os.utime(path)  # used now
-            return data
+            return _read(f"{self._folder}/{id}", used=True)
         except OSError:  # not there, or a bad disk, which is a miss too
             return None
 
@@ -56,54 +58,85 @@ class FolderTier:
             if not mine:
                 return filed
             need, used = sum(map(len, wanted.values())), self._used()
+            spare: list[str] = []
             if used is None or used + need > self.budget_nbytes:
-                used = self._make_room(need, chunks)
-            self._note(used + need)  # before, so that a death leaves too much and never too little
+                used, spare = self._make_room(need, chunks, used)
+            planned = used + need
+            self._note(planned)  # before, so that a death leaves too much and never too little
             for id, data in wanted.items():
                 if used + len(data) > self.budget_nbytes:
                     break
                 try:
-                    self._write(id, data)
+                    self._write(id, data, spare.pop() if spare else "")
                 except OSError:  # the device is smaller than the budget, or broken: go without
                     break
                 used += len(data)
                 filed += 1
-            self._note(used)
+            for name in spare:
+                self._unlink(name)
+            if used != planned:
+                self._note(used)
         return filed
 
-    def _make_room(self, need: int, stay: Collection[str]) -> int:
-        """Drop the least recently used for `need` bytes, and for a share of the budget, so that the
-        folder is not listed for each put. Returns the bytes that are there then."""
-        self._drop_halves()
-        there = sorted(self._entries())
-        used = sum(nbytes for _, nbytes, _ in there)
-        if used + need <= self.budget_nbytes:
-            return used
-        for _, nbytes, id in there:
-            if used + max(need, self.budget_nbytes // ROOM_SHARE) <= self.budget_nbytes:
+    def _make_room(
+        self, need: int, stay: Collection[str], used: int | None
+    ) -> tuple[int, list[str]]:
+        """Drop the least recently used for `need` bytes. Returns the bytes that are there then, and
+        the names of files that may be written over."""
+        spare: list[str] = []
+        for listed in (False, True):
+            if listed or used is None:
+                self._drop_halves(stay=spare)
+                there = sorted(self._entries())
+                used = sum(nbytes for _, nbytes, _ in there)
+                self._oldest = deque(there[: max(LEAST_LISTED, len(there) // 2)])
+            while self._oldest and used + need > self.budget_nbytes:
+                used_ns, nbytes, id = self._oldest.popleft()
+                if id not in stay and self._used_ns(id) == used_ns:
+                    spare += self._spared(id)
+                    used -= nbytes
+            if used + need <= self.budget_nbytes:
                 break
-            if id not in stay:
-                self.drop(id)
-                used -= nbytes
-        return used
+        assert used is not None
+        return used, spare
+
+    def _used_ns(self, id: str) -> int:
+        try:
+            return os.stat(f"{self._folder}/{id}").st_mtime_ns
+        except OSError:
+            return 0
+
+    def _spared(self, id: str) -> list[str]:
+        """Drop it. Returns the file's name if it may be written over."""
+        name = f".{id}"
+        if self._over:
+            with contextlib.suppress(OSError):
+                os.replace(f"{self._folder}/{id}", f"{self._folder}/{name}")
+                return [name]
+        self._unlink(id)
+        return []
 
     def _used(self) -> int | None:
         """At most so many bytes are there (what was dropped since is not taken off); None:
         nobody counted. For who holds "put"."""
         try:
-            return int(self._count.read_bytes())
+            return int(_read(str(self._count)))
         except (OSError, ValueError):
             return None
 
     def _note(self, used: int) -> None:
         try:
-            self._count.write_bytes(b"%d" % used)
+            _write(str(self._count), b"%d" % used)
         except OSError:
             self._count.unlink(missing_ok=True)
 
     def drop(self, id: str) -> None:
+        self._oldest.clear()  # there is room: how much shows when the folder is listed
+        self._unlink(id)
+
+    def _unlink(self, name: str) -> None:
         with contextlib.suppress(OSError):
-            (self._folder / id).unlink()
+            os.unlink(f"{self._folder}/{name}")
 
     def keep(self, ids: Iterable[str]) -> int:
         """Drop other chunks that are older than the newest of `ids` (newer ones may be of a
@@ -156,27 +189,28 @@ class FolderTier:
     def touch(self, id: str) -> bool:
         """It was used now. False: it is not there."""
         try:
-            os.utime(self._folder / id)
+            os.utime(f"{self._folder}/{id}")
         except OSError:
             return False
         return True
 
-    def _write(self, id: str, data: bytes | memoryview) -> None:
-        new = self._folder / f".{uuid.uuid4().hex}"
+    def _write(self, id: str, data: bytes | memoryview, over: str) -> None:
+        # a name of its own for each: "put" may be had by two where locks do nothing
+        new = f"{self._folder}/{over or f'.{os.getpid()}-{threading.get_ident()}'}"
         try:
-            new.write_bytes(data)
-            os.replace(new, self._folder / id)
+            _write(new, data)
+            os.replace(new, f"{self._folder}/{id}")
         except OSError:
-            new.unlink(missing_ok=True)
+            self._unlink(os.path.basename(new))
             raise
 
-    def _drop_halves(self) -> None:
+    def _drop_halves(self, stay: Collection[str] = ()) -> None:
         """What killed writers left half written. Who writes holds "put", as its caller does, so
         nobody writes them any more."""
         with contextlib.suppress(OSError):
             for name in os.listdir(self._folder):
-                if name.startswith("."):
-                    self.drop(name)
+                if name.startswith(".") and name not in stay:
+                    self._unlink(name)
 
     def _entries(self) -> Iterator[tuple[int, int, str]]:
         """(last use in ns, bytes, id) of every chunk; what a killed writer left half written is
@@ -189,6 +223,35 @@ class FolderTier:
             with contextlib.suppress(OSError):
                 stat = os.stat(self._folder / name)
                 yield stat.st_mtime_ns, stat.st_size, name
+
+
+# Few calls of the system: at each Python lets its other threads in, and who comes back waits.
+def _read(path: str, used: bool = False) -> bytes:
+    """All that a file holds. `used`: it was used now. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        nbytes = os.fstat(fd).st_size
+        data = os.read(fd, nbytes)
+        while len(data) < nbytes and (more := os.read(fd, nbytes - len(data))):
+            data += more
+        if used:
+            os.utime(fd)
+        return data
+    finally:
+        os.close(fd)
+
+
+def _write(path: str, data: bytes | memoryview) -> None:
+    """Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        left = memoryview(data).cast("B")
+        if os.fstat(fd).st_size > len(left):  # it is written over
+            os.ftruncate(fd, len(left))
+        while len(left):
+            left = left[os.write(fd, left) :]
+    finally:
+        os.close(fd)
 
 
 class OwnedFolder:

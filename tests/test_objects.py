@@ -706,6 +706,24 @@ def test_a_long_listing_is_read_page_by_page() -> None:
     assert list(remote.list_s3_keys(page, "b", "r/", "a/")) == ["a/1", "a//3", "a/4"]
 
 
+@pytest.mark.parametrize(("processors", "wanted"), [(2, [8, 4, 2, 2, 2]), (16, [8, 8, 8, 8, 8])])
+def test_calls_that_write_share_what_may_be_on_its_way(monkeypatch, processors, wanted) -> None:
+    monkeypatch.setattr(fast.os, "cpu_count", lambda: processors)
+    store = FastStore("s3://b/x", {}, key="k", secret="s", endpoint_url="http://127.0.0.1:1")
+    large, at_once = bytes(fast.PART_NBYTES + 1), []
+
+    def put(_, key, data, **more):
+        at_once.append(more["max_concurrency"])
+        if len(at_once) < 5:  # while this one is on its way
+            store.put("k", large)
+
+    monkeypatch.setattr(fast.obstore, "put", put)
+    store.put("k", large)
+    assert at_once == wanted
+    store.put("k", large)
+    assert at_once[5:] == [8]
+
+
 def test_a_fault_of_ours_is_not_an_outage(s3_url: dict, tmp_path: Path) -> None:
     """It travels at once, and is not repeated for a minute."""
     tries: list[str] = []

@@ -16,7 +16,7 @@ import pytest
 from storage import FileStore, Manifest, MemoryStore, Ref, SnapshotCorrupt, Snapshots
 from storage.chunks import chunk_id
 from storage.faults import corrupt
-from storage.folder_tiers import ROOM_SHARE, FolderTier, OwnedFolder
+from storage.folder_tiers import FolderTier, OwnedFolder
 from storage.peers import ChunkServer, PeerTier, _Wire
 from storage.staging import Segment
 from storage.tiers import SegmentTier, Tiered, blocks, chunks_of
@@ -240,7 +240,7 @@ def test_a_folder_is_not_listed_for_every_block(tmp_path):
     for i in range(500):
         assert (tier if i % 2 else other).put({f"{i:032x}-100": bytes(100)}) == 1
         os.utime(tmp_path / "chunks" / f"{i:032x}-100", (i, i))  # clocks are coarse
-    assert tier.times + other.times <= 2 + 500 // (64 // ROOM_SHARE)
+    assert tier.times + other.times <= 500 // 16
     newest = tier.list()
     assert 60 <= len(newest) <= 64 and newest == [
         f"{i:032x}-100" for i in range(500 - len(newest), 500)
@@ -256,6 +256,24 @@ def test_a_folder_is_not_listed_for_every_block(tmp_path):
         (tmp_path / "used").write_bytes(content)
         assert tier.put({f"{2000:032x}-100": bytes(100)}) == 1
         tier.drop(f"{2000:032x}-100")
+
+
+def test_what_is_dropped_is_written_over(tmp_path):
+    tier = FolderTier("data", tmp_path, 3 * CHUNK, over=True)
+    folder = tmp_path / "chunks"
+    ids = [f"{i:032x}-{CHUNK}" for i in range(5)]
+    for age, id in enumerate(ids[:3]):
+        assert tier.put({id: bytes([age]) * CHUNK}) == 1
+        os.utime(folder / id, ns=(age, age))
+    first, second = ((folder / id).stat().st_ino for id in ids[:2])
+    assert tier.put({ids[3]: b"d" * CHUNK}) == 1
+    assert (folder / ids[3]).stat().st_ino == first and tier.get(ids[3]) == b"d" * CHUNK
+    short = f"{9:032x}-7"
+    assert tier.put({short: b"shorter"}) == 1  # than what was there
+    assert (folder / short).stat().st_ino == second and tier.get(short) == b"shorter"
+    assert tier.put({ids[4]: b"e" * CHUNK}) == 1 and tier.get(ids[2]) is None
+    assert tier.nbytes == 2 * CHUNK + 7 and tier.filed_nbytes >= tier.nbytes
+    assert not [name for name in os.listdir(folder) if name.startswith(".")]
 
 
 def test_near_tiers_keep_the_last_snapshots(bucket, tiers):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, TypeAlias
 
@@ -246,10 +246,16 @@ class CorpusIndex:
 
     def chunks_of(self, start: int, end: int) -> range:
         """The chunks in which the bytes [start, end) of the row lie."""
-        if end <= start:
-            return range(0)
-        first, last = np.searchsorted(self.starts, [start, end - 1], "right") - 1
-        return range(int(first), int(last) + 1)
+        (span,) = self.spans([(start, end)]).tolist()
+        return range(*span)
+
+    def spans(self, ranges: Sequence[tuple[int, int]]) -> Int64Array:
+        """Of each [start, end) of the row the first chunk in which its bytes lie, and the one
+        behind the last: (n, 2)."""
+        begins, ends = np.array(ranges, np.int64).reshape(-1, 2).T
+        first = np.searchsorted(self.starts, begins, "right") - 1
+        behind = np.searchsorted(self.starts, ends, "left")
+        return np.stack([first, np.where(ends > begins, behind, first)], axis=1)
 
     def ids(self, chunks: Int64Array) -> Uint64s:
         """The first 64 bits of the hashes that these chunks must have, same shape."""

@@ -15,10 +15,10 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from harness.data.node_cache import NodeCache, opened
 from harness.data.opening import card_of, index_of
 from storage.chunks import is_chunk
 from storage.errors import NotFound, StoreError
-from storage.objects import ObjectStore, read_into
+from storage.objects import ObjectStore
 from storage.opening import normalize, open_store
 from storage.parts import BLAKE3
 
@@ -96,10 +96,22 @@ class Chunks:
 
     def read(self, start: int, end: int) -> bytes:
         """The bytes [start, end) of the row. Raises CorpusCorrupt, StoreError."""
-        numbers = self.index.chunks_of(start, end)
-        found = b"".join(self._chunk(number) for number in numbers)
-        begin = start - int(self.index.starts[numbers.start]) if numbers else 0
-        return found[begin : begin + end - start]
+        (found,) = self.read_each([(start, end)])
+        return bytes(found)
+
+    def read_each(self, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes | memoryview]:
+        """The bytes of each [start, end) of the row, not copied where they lie in one chunk.
+        Raises CorpusCorrupt, StoreError."""
+        spans = self.index.spans(ranges)
+        begins = self.index.starts[spans[:, 0]]
+        for (start, end), (first, behind), begin in zip(
+            ranges, spans.tolist(), begins.tolist(), strict=True
+        ):
+            if behind - first == 1:
+                found = self._chunk(first)
+            else:
+                found = b"".join(map(self._chunk, range(first, behind)))
+            yield memoryview(found)[start - begin : end - begin]
 
     def ask_peers(self, peers: Tier | None, nodes: int, once: bool) -> None:
         """Read through the caches of other nodes from now on, and leave there what they lacked:
@@ -115,11 +127,16 @@ class Chunks:
         CorpusCorrupt, StoreError."""
         return self._chunk(number, keep=self.cache is None)
 
-    def ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
+    def ahead(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Fetch the chunks of these ranges that are not held, several at once; no more than are
         held together."""
         with self._lock:
             missing = [n for n in self._numbers(ranges) if n not in self._held][: self.room]
+        near = self._cached(missing)  # one after the other: that is quicker than to share it out
+        for number, one in near.items():
+            self._hashed[number] = True
+            self._keep(number, one)
+        missing = [number for number in missing if number not in near]
         if len(missing) < 2:
             return
         if self._pool is None:
@@ -127,13 +144,14 @@ class Chunks:
         for _ in self._pool.map(self._chunk, missing):
             pass
 
-    def pieces(self, ranges: Iterable[tuple[int, int]]) -> list[ChunkAhead]:
-        """What these ranges lie in."""
-        return [ChunkAhead(self, number) for number in self._numbers(ranges)]
+    def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[ChunkAhead]:
+        """What these ranges lie in, neighbours side by side."""
+        return [ChunkAhead(self, number) for number in sorted(self._numbers(ranges))]
 
-    def _numbers(self, ranges: Iterable[tuple[int, int]]) -> dict[int, None]:
+    def _numbers(self, ranges: Sequence[tuple[int, int]]) -> dict[int, None]:
         """The chunks of these ranges, in their order, each once."""
-        return dict.fromkeys(n for start, end in ranges for n in self.index.chunks_of(start, end))
+        spans = self.index.spans(ranges).tolist()
+        return dict.fromkeys(n for first, behind in spans for n in range(first, behind))
 
     def warm(self, numbers: Sequence[int]) -> None:
         """Bring chunks near that will be read soon: into the node's cache, or the memory of this
@@ -156,7 +174,7 @@ class Chunks:
         processes of a DataLoader read for themselves."""
         if self.cache is None:
             serves = can_serve(self._far_url) and forks()
-            return self.room * self.index.chunk_nbytes // 2 if serves else 0
+            return self.room * self.index.chunk_nbytes // AHEAD_SHARE if serves else 0
         return min(AHEAD_NBYTES, self.cache.nbytes // AHEAD_SHARE // processes)
 
     def nbytes(self, number: int) -> int:
@@ -346,29 +364,28 @@ class Chunks:
             self.traffic.coming.pop(what, None)
 
 
-@dataclass(frozen=True)
-class ChunkAhead:
+class ChunkAhead(NamedTuple):
     """Chunks in a row that will be read, mostly one: what `run.steps` fetches ahead."""
 
     chunks: Chunks
     first: int
-    count: int = 1
+    length: int = 1
 
     @property
     def nbytes(self) -> int:
-        return sum(self.chunks.nbytes(self.first + i) for i in range(self.count))
+        return sum(self.chunks.nbytes(self.first + i) for i in range(self.length))
 
     def joined(self, other: object) -> ChunkAhead | None:
         """Both by one request; None: they do not follow one another, or are too many."""
         if not isinstance(other, ChunkAhead) or other.chunks is not self.chunks:
             return None
-        follows = other.first == self.first + self.count
+        follows = other.first == self.first + self.length
         if not follows or self.nbytes + other.nbytes > RUN_NBYTES:
             return None
-        return ChunkAhead(self.chunks, self.first, self.count + other.count)
+        return ChunkAhead(self.chunks, self.first, self.length + other.length)
 
     def warm(self) -> None:
-        self.chunks.warm(range(self.first, self.first + self.count))
+        self.chunks.warm(range(self.first, self.first + self.length))
 
 
 class CorpusReader:
@@ -480,8 +497,7 @@ def from_store(store: ObjectStore, chunk_nbytes: int) -> Fetch:
 
 def runs_from_store(store: ObjectStore, chunk_nbytes: int) -> FetchRun:
     def fetch(shard: str, chunk: int, count: int) -> bytes:
-        buffer = bytearray(chunk_nbytes * count)
-        found = read_into(store, shard_key(shard), chunk * chunk_nbytes, memoryview(buffer))
-        return bytes(memoryview(buffer)[:found])
+        start = chunk * chunk_nbytes
+        return store.get(shard_key(shard), start, start + chunk_nbytes * count)
 
     return fetch

@@ -106,8 +106,21 @@ class Mixture:
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Many at once, as a DataLoader asks for them."""
-        self.read_ahead(indices)
-        return [self[i] for i in indices]
+        if self.draws:
+            self.read_ahead(indices)
+            return [self[i] for i in indices]
+        found: dict[int, Any] = {}
+        for name, places in self.by_source(indices).items():
+            source, items = self.sources[name], [item for _, item in places]
+            read = zip(places, source.__getitems__(items), strict=True)
+            found |= {where: one for (where, _), one in read}
+        return [found[where] for where in range(len(indices))]
+
+    @property
+    def draws(self) -> bool:
+        """See `Tokens.draws`: may reading any of its sources?"""
+        changed = type(self).__getitem__ is not Mixture.__getitem__
+        return changed or any(getattr(one, "draws", True) for one in self.sources.values())
 
     def source_of(self, i: int) -> tuple[str, int]:
         """(name of the source, which of its items) of an item."""

@@ -41,7 +41,7 @@ class NodeCache:
     def __init__(self, folder: Path, nbytes: int):
         """Raises OSError, StoreError if the folder cannot be written or is another user's."""
         self.folder, self.nbytes = folder, nbytes
-        self._tier = FolderTier("cache", own_folder(folder), nbytes)
+        self._tier = FolderTier("cache", own_folder(folder), nbytes, over=True)
         self._lock = threading.Lock()  # of this process: its threads need not poll for the file's
         self._warned = False
 

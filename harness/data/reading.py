@@ -4,9 +4,9 @@
     for step in run.steps(train, total=..., global_batch=..., micro_batch=...): ...
 
 Runs in the worker and in a DataLoader's processes; needs no torch (a DataLoader makes tensors of
-the arrays). What `run.steps` asks of a dataset besides: `fingerprint`, `read_ahead`, `content_ids`,
-what it fetches ahead: `pieces`, `ahead_nbytes`, `traffic`; and what nodes have for each other:
-`caches`, `ask_peers`.
+the arrays). What `run.steps` asks of a dataset besides: `fingerprint`, `read_ahead`, `draws`,
+`content_ids`, what it fetches ahead: `pieces`, `ahead_nbytes`, `traffic`; and what nodes have for
+each other: `caches`, `ask_peers`.
 """
 
 from __future__ import annotations
@@ -192,8 +192,30 @@ class Tokens(_LeavesOut, _Ahead):
         return max(0, self._reader.split.items - 1) // self.length
 
     def __getitem__(self, i: int) -> tuple[np.ndarray[Any, Any], ...]:
-        ((start, end),) = self._ranges([i])
-        tokens = np.frombuffer(self._reader.chunks.read(start, end), self._dtype).astype(np.int64)
+        return self._items([i])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[np.ndarray[Any, Any], ...]]:
+        """Many at once, as a DataLoader asks for them."""
+        self.read_ahead(indices)
+        return [self[i] for i in indices] if self.draws else self._items(indices)
+
+    @property
+    def draws(self) -> bool:
+        """May reading an item draw from a generator? One of a kind that a script made of this one
+        may, and each is read by its own `__getitem__`."""
+        return type(self).__getitem__ is not Tokens.__getitem__
+
+    def _items(self, indices: Sequence[int]) -> list[tuple[np.ndarray[Any, Any], ...]]:
+        ranges = self._ranges(indices)
+        rows = np.empty((len(ranges), self.length + 1), np.int64)
+        for row, found in zip(rows, self._reader.chunks.read_each(ranges), strict=True):
+            row[:] = np.frombuffer(found, self._dtype)
+        return [self._item(row, *place) for row, place in zip(rows, ranges, strict=True)]
+
+    def _item(
+        self, tokens: np.ndarray[Any, Any], start: int, end: int
+    ) -> tuple[np.ndarray[Any, Any], ...]:
+        """Of the tokens at the bytes [start, end)."""
         inputs, targets = tokens[:-1], tokens[1:]
         if len(self._out):
             size = self._dtype.itemsize
@@ -208,11 +230,6 @@ class Tokens(_LeavesOut, _Ahead):
             return inputs, targets, (np.cumsum(ends) - ends).astype(np.int32)
         edges = np.union1d(np.flatnonzero(ends) + 1, [0, self.length])
         return inputs, targets, edges.astype(np.int32)
-
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[np.ndarray[Any, Any], ...]]:
-        """Many at once, as a DataLoader asks for them."""
-        self.read_ahead(indices)
-        return [self[i] for i in indices]
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         """Fetch what these items lie in, several reads at once."""

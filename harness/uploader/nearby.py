@@ -236,7 +236,7 @@ class Nearby:
         """A cache of data on this node, of `nbytes`, is open to peers from now on. As `told`.
         Raises NotOurs, OSError."""
         if self.config.peer != "off" and folder not in self._data:
-            self._data[folder] = FolderTier("data", own_folder(Path(folder)), nbytes)
+            self._data[folder] = FolderTier("data", own_folder(Path(folder)), nbytes, over=True)
         return self.told()
 
     def shared_no_more(self) -> None:

@@ -33,6 +33,7 @@ from harness.core.world import BadInput
 from harness.worker.prefetch import fetched_ahead
 
 Keyed = tuple[int, int, Any, int | None]
+KEYS_AT_ONCE = 2048
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,19 @@ class _Keyed(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int):
         self.dataset, self.seed = dataset, seed
         self._has_contents = has_contents(dataset)
+        # one that draws nothing is read by whole micro-batches: seeding takes longer than a sample
+        self._draws = getattr(dataset, "draws", True)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Keyed]:
         """A micro-batch. A dataset with `read_ahead` fetches it at once."""
         indices = [index for _, index in keys]
-        if (read_ahead := getattr(self.dataset, "read_ahead", None)) is not None:
-            read_ahead(indices)
-        samples = [self._sample(*key) for key in keys]
+        if self._draws:
+            if (read_ahead := getattr(self.dataset, "read_ahead", None)) is not None:
+                read_ahead(indices)
+            samples = [self._sample(*key) for key in keys]
+        else:
+            samples = self.dataset.__getitems__(indices)
+            self._begin_with(keys[-1][0])  # a collate function may draw
         contents = (
             self.dataset.content_ids(indices).tolist() if self._has_contents else repeat(None)
         )
@@ -87,12 +94,15 @@ class _Keyed(Dataset[Any]):
         return self.__getitems__([key])[0]
 
     def _sample(self, position: int, index: int) -> Any:
+        self._begin_with(position)
+        return self.dataset[index]
+
+    def _begin_with(self, position: int) -> None:
         seed = sample_seed(self.seed, position)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         # not torch.manual_seed: the devices' generators are not used here
         torch.default_generator.manual_seed(seed)
-        return self.dataset[index]
 
 
 class _Collate:
@@ -121,19 +131,20 @@ class _Order:
         )
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        size = self.batching.micro_batch
-        for step in range(self.first, self.total + 1):
-            # all at once: an order takes about as long for one micro-batch as for them all
-            keys = _keys(self.batching, step, self.micros)
-            for start in range(0, len(keys), size):
-                yield keys[start : start + size]
+        b, micros = self.batching, self.micros
+        # all at once: an order takes about as long for one micro-batch as for many
+        at_once = max(1, KEYS_AT_ONCE // (len(micros) * b.micro_batch or 1))
+        for step in range(self.first, self.total + 1, at_once):
+            keys = _keys(b, range(step, min(step + at_once, self.total + 1)), micros)
+            for start in range(0, len(keys), b.micro_batch):
+                yield keys[start : start + b.micro_batch]
 
 
-def _keys(b: Batching, step: int, micros: range) -> list[tuple[int, int]]:
-    """(position, index) of each sample of these micro-batches, which follow one another."""
-    first = (step - 1) * b.global_batch
-    begin, end = (first + m * b.micro_batch for m in (micros.start, micros.stop))
-    where = np.arange(begin, end, dtype=np.int64)
+def _keys(b: Batching, steps: range, micros: range) -> list[tuple[int, int]]:
+    """(position, index) of each sample of these micro-batches of each of these steps."""
+    begins = (np.arange(steps.start, steps.stop) - 1) * b.global_batch
+    within = np.arange(micros.start * b.micro_batch, micros.stop * b.micro_batch)
+    where = (begins[:, None] + within).ravel()
     return list(zip(where.tolist(), indices_at(b, where).tolist(), strict=True))
 
 
@@ -170,7 +181,7 @@ def read_again(dataset: Any, batching: Batching, step: int, micro: int, collate_
     """The data of one micro-batch of a map-style dataset, read here and now: what a step that
     is done again gets."""
     keyed = _Keyed(dataset, batching.seed)
-    keys = _keys(batching, step, range(micro, micro + 1))
+    keys = _keys(batching, range(step, step + 1), range(micro, micro + 1))
     return _Collate(collate_fn)(keyed.__getitems__(keys)).data
 
 

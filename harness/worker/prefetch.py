@@ -25,6 +25,9 @@ T = TypeVar("T")
 AT_ONCE = 16  # requests on their way
 LATE_S = 10.0  # a wait for data that is told of
 MOST_MICROS = 4096  # micro-batches that it looks ahead
+# times what may be ahead: what was used lately counts as near, and of blocks that are read side by
+# side as much again as is in use may be ahead
+IN_USE = 4
 BREATHS = 8  # one part of so many of what may be ahead is asked for at a time
 TELL_EVERY_S = 60.0  # ... and again after so long
 SEEN, LEAST_S = 10, 1e-3  # readings from which a rate is told
@@ -60,6 +63,65 @@ class ReadsAhead(Protocol):
         may."""
 
 
+class _Window:
+    """Pieces of micro-batches to come, and those that were needed lately, which are near still: of
+    these at most `recent_nbytes`.
+
+    `taken`: micro-batches that were given; `ahead_nbytes`: of pieces that none was given of so far;
+    `in_use_nbytes`: of those that some were given of, and others need.
+    """
+
+    def __init__(self, recent_nbytes: int) -> None:
+        self.taken = self.ahead_nbytes = self.in_use_nbytes = 0
+        # these; and of each piece the last micro-batch that it is known to be needed for
+        self._unused: set[DataPiece] = set()
+        self._last: dict[DataPiece, int] = {}
+        self._micros: deque[tuple[int, list[DataPiece]]] = deque()
+        self._recent: dict[DataPiece, None] = {}  # the oldest first
+        self._recent_room = recent_nbytes
+
+    def __len__(self) -> int:
+        return len(self._micros)
+
+    def is_near(self, piece: DataPiece) -> bool:
+        return piece in self._last or piece in self._recent
+
+    def is_needed(self, piece: DataPiece) -> bool:
+        return piece in self._last
+
+    def add(self, number: int, pieces: Iterable[DataPiece], fresh: Sequence[DataPiece]) -> None:
+        """A micro-batch, and which of its pieces are not near."""
+        self._micros.append((number, list(pieces)))
+        for piece in pieces:
+            self._last[piece] = number
+            if piece in self._recent:
+                del self._recent[piece]
+                self._recent_room += piece.nbytes
+                self.in_use_nbytes += piece.nbytes
+        self._unused.update(fresh)
+        self.ahead_nbytes += sum(piece.nbytes for piece in fresh)
+
+    def take(self) -> None:
+        """The next micro-batch was given."""
+        self.taken += 1
+        while self._micros and self._micros[0][0] < self.taken:
+            number, pieces = self._micros.popleft()
+            for piece in pieces:
+                if piece in self._unused:
+                    self._unused.remove(piece)
+                    self.ahead_nbytes -= piece.nbytes
+                    self.in_use_nbytes += piece.nbytes
+                if self._last[piece] == number:
+                    del self._last[piece]
+                    self.in_use_nbytes -= piece.nbytes
+                    self._recent[piece] = None
+                    self._recent_room -= piece.nbytes
+            while self._recent_room < 0:
+                oldest = next(iter(self._recent))
+                del self._recent[oldest]
+                self._recent_room += oldest.nbytes
+
+
 class Prefetch:
     """Of one loader. `batches`: indices of each micro-batch to come. `tell`: hears of waits of
     `late_s` and more, from a thread of its own. See the module."""
@@ -75,12 +137,8 @@ class Prefetch:
         self._dataset, self._batches, self._tell = dataset, batches, tell
         self._late_s = late_s
         self._most_nbytes = dataset.ahead_nbytes(processes)
-        self.ahead_nbytes = 0  # of pieces that no micro-batch was given of so far
-        self._taken = 0  # micro-batches that were given
-        # these; and of each piece the last micro-batch that it is known to be needed for
-        self._unused: set[DataPiece] = set()
-        self._last: dict[DataPiece, int] = {}
-        self._window: deque[tuple[int, list[DataPiece]]] = deque()
+        self._window = _Window(IN_USE * self._most_nbytes)
+        self._enough_nbytes = 0  # as soon as no more is ahead, there is room for what waits for it
         lock = threading.Lock()
         self._room, self._asked = threading.Condition(lock), threading.Condition(lock)
         self._closed = threading.Event()
@@ -89,6 +147,11 @@ class Prefetch:
         # daemons: a store that is silent shall keep nobody from leaving
         for do in (self._walk, self._watch, *[self._fetch] * AT_ONCE):
             threading.Thread(target=do, name="prefetch", daemon=True).start()
+
+    @property
+    def ahead_nbytes(self) -> int:
+        """Of pieces that no micro-batch was given of so far."""
+        return self._window.ahead_nbytes
 
     def over(self, batches: Iterator[T]) -> Iterator[T]:
         """The micro-batches themselves, one after the other. Ends with them, or when nobody wants
@@ -110,16 +173,9 @@ class Prefetch:
     def taken(self) -> None:
         """The next micro-batch was given to the script."""
         with self._room:
-            self._taken += 1
-            while self._window and self._window[0][0] < self._taken:
-                number, pieces = self._window.popleft()
-                for piece in pieces:
-                    if piece in self._unused:
-                        self._unused.remove(piece)
-                        self.ahead_nbytes -= piece.nbytes
-                    if self._last[piece] == number:
-                        del self._last[piece]
-            self._room.notify()
+            self._window.take()
+            if self._window.ahead_nbytes <= self._enough_nbytes:
+                self._room.notify()
 
     def close(self) -> None:
         with self._room:
@@ -129,6 +185,8 @@ class Prefetch:
 
     def _walk(self) -> None:
         for number, indices in enumerate(self._batches):
+            if number < self._window.taken:
+                continue
             pieces: Sequence[DataPiece] = ()
             # who reads it hears of what is wrong
             with contextlib.suppress(HarnessError, StoreError):
@@ -139,24 +197,25 @@ class Prefetch:
     def _admit(self, number: int, pieces: dict[DataPiece, None]) -> bool:
         """Wait for room, and have fetched what is not near. False: closed."""
         with self._room:
-            most = self._most_nbytes
+            window, part = self._window, 1.0
             while True:
-                fresh = [piece for piece in pieces if piece not in self._last]
+                fresh = [piece for piece in pieces if not window.is_near(piece)]
                 more = sum(piece.nbytes for piece in fresh)
-                fits = not self.ahead_nbytes or self.ahead_nbytes + more <= most
-                if self._closed.is_set() or (fits and len(self._window) < MOST_MICROS):
+                # blocks that are read side by side end side by side, and others follow
+                most = max(1, min(window.in_use_nbytes / self._most_nbytes, IN_USE))
+                self._enough_nbytes = int(part * most * self._most_nbytes) - more
+                fits = not window.ahead_nbytes or window.ahead_nbytes <= self._enough_nbytes
+                if self._closed.is_set() or (fits and len(window) < MOST_MICROS):
                     break
                 # then for several at a time, so that neighbours come by one request
-                most = self._most_nbytes - self._most_nbytes // BREATHS
+                part = 1 - 1 / BREATHS
+                self._enough_nbytes = max(0, self._enough_nbytes)
                 self._room.wait()
-            if self._closed.is_set() or number < self._taken:  # it was read meanwhile
+            if self._closed.is_set() or number < window.taken:  # it was read meanwhile
                 return not self._closed.is_set()
-            self._window.append((number, list(pieces)))
-            self._last.update(dict.fromkeys(pieces, number))
-            self._unused.update(fresh)
-            self.ahead_nbytes += more
+            window.add(number, pieces, fresh)
             self._queue += fresh
-            self._asked.notify(len(fresh))
+            self._asked.notify()
         return True
 
     def _fetch(self) -> None:
@@ -170,11 +229,13 @@ class Prefetch:
             if self._closed.is_set():
                 return None
             piece = self._queue.popleft()
-            while piece not in self._last and self._queue:  # it was read meanwhile
+            while not self._window.is_needed(piece) and self._queue:  # it was read meanwhile
                 piece = self._queue.popleft()
             while self._queue and (both := piece.joined(self._queue[0])) is not None:
                 self._queue.popleft()
                 piece = both
+            if self._queue:
+                self._asked.notify()  # each wakes the next, so that none wakes for nothing
             return piece
 
     def _watch(self) -> None:
