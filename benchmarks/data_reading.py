@@ -332,6 +332,11 @@ def measure(a: argparse.Namespace) -> None:
         told(a, rows)
 
 
+def since_begin(a: argparse.Namespace, row: dict[str, Any]) -> float:
+    """Samples per second of who reads `--samples` of them, from the world's beginning on."""
+    return float(a.samples / (row["first_s"] + a.samples / row["samples_per_s"]))
+
+
 def told(a: argparse.Namespace, rows: dict[str, list[dict[str, Any]]]) -> None:
     loads = [row["load"] for each in rows.values() for row in each]
     print(
@@ -343,7 +348,8 @@ def told(a: argparse.Namespace, rows: dict[str, list[dict[str, Any]]]) -> None:
     )
     ms = "/".join(map(str, STALLS_MS))
     print(
-        f"{'':10}{'first s':>9}{'samples/s':>11}{f'waits > {ms} ms':>24}{'longest ms':>12}"
+        f"{'':10}{'first s':>9}{'samples/s':>11}{'from begin':>11}{f'waits > {ms} ms':>24}"
+        f"{'longest ms':>12}"
         f"{'bytes/share':>13}{'on disk MB':>12}{'CPU ms/1000':>13}"
     )
 
@@ -357,6 +363,7 @@ def told(a: argparse.Namespace, rows: dict[str, list[dict[str, Any]]]) -> None:
         ratio = statistics.median(r["fetched_nbytes"] / r["share_nbytes"] for r in each)
         print(
             f"{way:10}{middle(way, 'first_s'):9.2f}{middle(way, 'samples_per_s'):11.0f}"
+            f"{statistics.median(since_begin(a, r) for r in each):11.0f}"
             f"{f'{stalls} of {a.steps}':>24}{middle(way, 'longest_ms'):12.0f}{ratio:13.2f}"
             f"{middle(way, 'cached_nbytes') / 1e6:12.0f}{middle(way, 'cpu_ms_per_1000'):13.0f}"
         )
@@ -367,7 +374,11 @@ def told(a: argparse.Namespace, rows: dict[str, list[dict[str, Any]]]) -> None:
         pairs = list(zip(rows["ours"], rows[other], strict=True))
         first = statistics.median(b["first_s"] / o["first_s"] for o, b in pairs)
         speed = statistics.median(o["samples_per_s"] / b["samples_per_s"] for o, b in pairs)
-        print(f"ours against {other}: first step {first:.1f}x sooner, {speed:.2f}x the samples/s")
+        whole = statistics.median(since_begin(a, o) / since_begin(a, b) for o, b in pairs)
+        print(
+            f"ours against {other}: first step {first:.1f}x sooner, {speed:.2f}x the samples/s "
+            f"from there on, {whole:.2f}x from the beginning on"
+        )
 
 
 def main() -> None:

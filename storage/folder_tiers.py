@@ -58,7 +58,7 @@ class FolderTier:
             if not mine:
                 return filed
             need, used = sum(map(len, wanted.values())), self._used()
-            spare: list[str] = []
+            spare: dict[str, int] = {}
             if used is None or used + need > self.budget_nbytes:
                 used, spare = self._make_room(need, chunks, used)
             planned = used + need
@@ -66,8 +66,11 @@ class FolderTier:
             for id, data in wanted.items():
                 if used + len(data) > self.budget_nbytes:
                     break
+                over = spare.popitem()[0] if spare else ""
+                while spare and used + len(data) + sum(spare.values()) > self.budget_nbytes:
+                    self._unlink(spare.popitem()[0])
                 try:
-                    self._write(id, data, spare.pop() if spare else "")
+                    self._write(id, data, over)
                 except OSError:  # the device is smaller than the budget, or broken: go without
                     break
                 used += len(data)
@@ -80,10 +83,10 @@ class FolderTier:
 
     def _make_room(
         self, need: int, stay: Collection[str], used: int | None
-    ) -> tuple[int, list[str]]:
+    ) -> tuple[int, dict[str, int]]:
         """Drop the least recently used for `need` bytes. Returns the bytes that are there then, and
-        the names of files that may be written over."""
-        spare: list[str] = []
+        the names and bytes of files that may be written over, which do not count."""
+        spare: dict[str, int] = {}
         for listed in (False, True):
             if listed or used is None:
                 self._drop_halves(stay=spare)
@@ -93,7 +96,8 @@ class FolderTier:
             while self._oldest and used + need > self.budget_nbytes:
                 used_ns, nbytes, id = self._oldest.popleft()
                 if id not in stay and self._used_ns(id) == used_ns:
-                    spare += self._spared(id)
+                    if name := self._spared(id):
+                        spare[name] = nbytes
                     used -= nbytes
             if used + need <= self.budget_nbytes:
                 break
@@ -106,15 +110,15 @@ class FolderTier:
         except OSError:
             return 0
 
-    def _spared(self, id: str) -> list[str]:
-        """Drop it. Returns the file's name if it may be written over."""
+    def _spared(self, id: str) -> str:
+        """Drop it. Returns the name of its file if it may be written over."""
         name = f".{id}"
         if self._over:
             with contextlib.suppress(OSError):
                 os.replace(f"{self._folder}/{id}", f"{self._folder}/{name}")
-                return [name]
+                return name
         self._unlink(id)
-        return []
+        return ""
 
     def _used(self) -> int | None:
         """At most so many bytes are there (what was dropped since is not taken off); None:
@@ -126,7 +130,7 @@ class FolderTier:
 
     def _note(self, used: int) -> None:
         try:
-            _write(str(self._count), b"%d" % used)
+            _write(str(self._count), b"%020d" % used)  # as long as the last: no half of it is left
         except OSError:
             self._count.unlink(missing_ok=True)
 
