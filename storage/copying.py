@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from storage.dcp import Saver
 
 ALIGN = 64  # bytes; any dtype can be viewed there
+SLICE_NBYTES = 32 << 20  # of a copy from a GPU: a millisecond or two of its engine
 
 
 # ---- saving --------------------------------------------------------------------------------------
@@ -183,7 +184,8 @@ class Copying:
             side.wait_event(self._events[0])
             with torch.cuda.stream(side):
                 for move in later:
-                    move.target.copy_(move.source, non_blocking=True)
+                    for target, source in _slices(move):
+                        target.copy_(source, non_blocking=True)
             self._events.append(side.record_event())
 
     def _copy_later(self) -> None:
@@ -222,6 +224,20 @@ class Copying:
 
     def touched(self) -> list[str]:
         return sorted({m.name for m in self._promised if version_of(m.source) != m.version})
+
+
+def _slices(move: Move) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(target, source) of each part. A GPU's copy engine does one copy after the other, whichever
+    stream it is of: what the training and NCCL want copied shall not wait for a whole tensor."""
+    target, source = move.target, move.source
+    plain = not source.is_conj() and not source.is_neg()
+    if not (plain and source.is_contiguous() and target.is_contiguous()):
+        yield target, source
+        return
+    step = max(1, SLICE_NBYTES // source.element_size())
+    target, source = target.reshape(-1), source.reshape(-1)
+    for start in range(0, len(source), step):
+        yield target[start : start + step], source[start : start + step]
 
 
 def _copy_bytes(move: Move) -> None:

@@ -171,3 +171,27 @@ def test_an_error_of_the_copy_is_raised_to_who_sends():
     copy.wait()
     with pytest.raises((ValueError, RuntimeError)):
         copy.arrive()
+
+
+def test_a_large_tensor_leaves_a_gpu_in_slices(monkeypatch):
+    torch = pytest.importorskip("torch")
+    from storage import copying
+
+    monkeypatch.setattr(copying, "SLICE_NBYTES", 64)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    there = torch.arange(300.0, device=device).reshape(20, 15)
+    for source, parts in (
+        (there, 19),
+        (there.bfloat16(), 10),
+        (there.t(), 1),  # its bytes are in another order
+        (there[3, 4], 1),
+        (there[:0], 0),
+        (torch.complex(there, there).conj(), 1),
+    ):
+        target = torch.zeros(source.shape, dtype=source.dtype)
+        slices = list(copying._slices(copying.Move("x", source, target, 0)))
+        for to, part in slices:
+            to.copy_(part, non_blocking=True)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert len(slices) == parts and torch.equal(target, source.cpu().resolve_conj())

@@ -119,8 +119,9 @@ class Mixture:
     @property
     def draws(self) -> bool:
         """See `Tokens.draws`: may reading any of its sources?"""
-        changed = type(self).__getitem__ is not Mixture.__getitem__
-        return changed or any(getattr(one, "draws", True) for one in self.sources.values())
+        if type(self).__getitem__ is not Mixture.__getitem__:
+            return True
+        return any(getattr(one, "draws", True) is not False for one in self.sources.values())
 
     def source_of(self, i: int) -> tuple[str, int]:
         """(name of the source, which of its items) of an item."""

@@ -72,7 +72,7 @@ class _Keyed(Dataset[Any]):
         self.dataset, self.seed = dataset, seed
         self._has_contents = has_contents(dataset)
         # one that draws nothing is read by whole micro-batches: seeding takes longer than a sample
-        self._draws = getattr(dataset, "draws", True)
+        self._draws = getattr(dataset, "draws", True) is not False
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Keyed]:
         """A micro-batch. A dataset with `read_ahead` fetches it at once."""
