@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import json
 import random
+import signal
 import socket
 import sys
 import threading
@@ -144,4 +145,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # a shell has it ignored in what it starts beside itself
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())
