@@ -25,8 +25,8 @@ class FolderTier:
     recently used go first.
 
     In /dev/shm it is the memory tier, on a disk the disk tier. A reader that has a file open keeps
-    its bytes when it is dropped; not `over`: then new chunks are written over what was dropped,
-    which costs a disk half as much, and who reads must look at hashes.
+    its bytes when it is dropped; not `over`: then new chunks are written over what was dropped, as
+    a file system has less to do then, and who reads must look at hashes.
     """
 
     def __init__(self, name: str, folder: Path, budget_nbytes: int, over: bool = False):
