@@ -226,12 +226,16 @@ class Copying:
         return sorted({m.name for m in self._promised if version_of(m.source) != m.version})
 
 
+def _is_plain(source: torch.Tensor) -> bool:
+    """Are its bytes, as they lie, what it is?"""
+    return source.is_contiguous() and not source.is_conj() and not source.is_neg()
+
+
 def _slices(move: Move) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(target, source) of each part. A GPU's copy engine does one copy after the other, whichever
     stream it is of: what the training and NCCL want copied shall not wait for a whole tensor."""
     target, source = move.target, move.source
-    plain = not source.is_conj() and not source.is_neg()
-    if not (plain and source.is_contiguous() and target.is_contiguous()):
+    if not (_is_plain(source) and target.is_contiguous()):
         yield target, source
         return
     step = max(1, SLICE_NBYTES // source.element_size())
@@ -241,12 +245,7 @@ def _slices(move: Move) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _copy_bytes(move: Move) -> None:
-    if (
-        move.source.is_contiguous()
-        and not move.source.is_cuda
-        and not move.source.is_conj()
-        and not move.source.is_neg()
-    ):
+    if _is_plain(move.source) and not move.source.is_cuda:
         # numpy: one thread, one memcpy. torch would wake its pool, which the training is using.
         np.copyto(
             move.target.reshape(-1).view(torch.uint8).numpy(),

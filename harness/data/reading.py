@@ -192,12 +192,13 @@ class Tokens(_LeavesOut, _Ahead):
         return max(0, self._reader.split.items - 1) // self.length
 
     def __getitem__(self, i: int) -> tuple[np.ndarray[Any, Any], ...]:
-        return self._items([i])[0]
+        return self._items(self._ranges([i]))[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[np.ndarray[Any, Any], ...]]:
         """Many at once, as a DataLoader asks for them."""
-        self.read_ahead(indices)
-        return [self[i] for i in indices] if self.draws else self._items(indices)
+        ranges = self._ranges(indices)
+        self._reader.chunks.ahead(ranges)
+        return [self[i] for i in indices] if self.draws else self._items(ranges)
 
     @property
     def draws(self) -> bool:
@@ -205,8 +206,7 @@ class Tokens(_LeavesOut, _Ahead):
         may, and each is read by its own `__getitem__`."""
         return type(self).__getitem__ is not Tokens.__getitem__
 
-    def _items(self, indices: Sequence[int]) -> list[tuple[np.ndarray[Any, Any], ...]]:
-        ranges = self._ranges(indices)
+    def _items(self, ranges: Ranges) -> list[tuple[np.ndarray[Any, Any], ...]]:
         rows = np.empty((len(ranges), self.length + 1), np.int64)
         for row, found in zip(rows, self._reader.chunks.read_each(ranges), strict=True):
             row[:] = np.frombuffer(found, self._dtype)

@@ -185,8 +185,6 @@ class Prefetch:
 
     def _walk(self) -> None:
         for number, indices in enumerate(self._batches):
-            if number < self._window.taken:
-                continue
             pieces: Sequence[DataPiece] = ()
             # who reads it hears of what is wrong
             with contextlib.suppress(HarnessError, StoreError):
@@ -197,19 +195,18 @@ class Prefetch:
     def _admit(self, number: int, pieces: dict[DataPiece, None]) -> bool:
         """Wait for room, and have fetched what is not near. False: closed."""
         with self._room:
-            window, part = self._window, 1.0
+            window, breath = self._window, 0
             while True:
                 fresh = [piece for piece in pieces if not window.is_near(piece)]
                 more = sum(piece.nbytes for piece in fresh)
                 # blocks that are read side by side end side by side, and others follow
-                most = max(1, min(window.in_use_nbytes / self._most_nbytes, IN_USE))
-                self._enough_nbytes = int(part * most * self._most_nbytes) - more
-                fits = not window.ahead_nbytes or window.ahead_nbytes <= self._enough_nbytes
+                most = max(self._most_nbytes, window.in_use_nbytes)
+                most = min(most, IN_USE * self._most_nbytes)
+                self._enough_nbytes = max(0, most - breath * (most // BREATHS) - more)
+                fits = window.ahead_nbytes <= self._enough_nbytes
                 if self._closed.is_set() or (fits and len(window) < MOST_MICROS):
                     break
-                # then for several at a time, so that neighbours come by one request
-                part = 1 - 1 / BREATHS
-                self._enough_nbytes = max(0, self._enough_nbytes)
+                breath = 1  # then for several at a time, so that neighbours come by one request
                 self._room.wait()
             if self._closed.is_set() or number < window.taken:  # it was read meanwhile
                 return not self._closed.is_set()
