@@ -25,6 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+from torch.utils.data import DataLoader, Dataset
 
 from harness.core.batch import Batching, plan
 from harness.core.blocks import blocks_for
@@ -179,7 +180,24 @@ def read_copy(url: str, a: argparse.Namespace, folder: Path) -> Iterator[Any]:
         places += [(key, at, min(at + COPY_NBYTES, size)) for at in range(0, size, COPY_NBYTES)]
     with ThreadPoolExecutor(COPY_AT_ONCE) as pool:
         list(pool.map(copied, places))
-    yield from read_ours(folder.as_uri(), a, folder)
+    data = Mapped(sorted(p for p in folder.rglob("*.bin")), a.length)
+    yield from DataLoader(data, batch_size=a.batch, num_workers=a.workers)
+
+
+class Mapped(Dataset[Any]):
+    """Windows of token files that lie on the disk, as scripts read them; what `Tokens` gives."""
+
+    def __init__(self, files: list[Path], length: int):
+        self.length, self.tokens = length, [np.memmap(path, np.uint16, "r") for path in files]
+        self.each = (len(self.tokens[0]) - 1) // length
+
+    def __len__(self) -> int:
+        return self.each * len(self.tokens)
+
+    def __getitem__(self, i: int) -> Any:
+        at = i % self.each * self.length
+        row = self.tokens[i // self.each][at : at + self.length + 1].astype(np.int64)
+        return row[:-1], row[1:]
 
 
 class Windows:
@@ -197,8 +215,6 @@ class Windows:
 
 
 def read_streaming(url: str, a: argparse.Namespace, folder: Path) -> Iterator[Any]:
-    from torch.utils.data import DataLoader
-
     limit = max(int(a.gb * 1e9 * a.cache), 9 * SHARD_NBYTES // 2)  # its least
     data = Windows(
         remote=url,

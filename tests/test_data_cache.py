@@ -414,6 +414,12 @@ def test_a_store_that_is_slow_is_named():
     assert "its store is slow" in told[0]
 
 
+class Forked(harness.data.Tokens):
+    """Read by the processes of a DataLoader, where there are any."""
+
+    by_thread = False
+
+
 def steps(dataset, ranks, rank, first, last, workers=0, seed=3):
     """What `rank` reads of steps first..last, by positions."""
     batching = Batching(len(dataset), 8, 2, seed)
@@ -439,7 +445,7 @@ def test_a_resize_reads_the_same_through_the_same_cache(corpus, tmp_path):
 
 
 def test_nothing_is_fetched_ahead_for_processes_that_read_by_themselves(corpus):
-    dataset = harness.data.Tokens(corpus, 64)
+    dataset = Forked(corpus, 64)
     assert dataset.ahead_nbytes(1) == 0 and len(steps(dataset, 1, 0, 1, 4, workers=1)) == 32
     assert dataset.traffic[0].requests == 0
 
@@ -504,12 +510,14 @@ def bucket(tmp_path_factory):
 
 
 @pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_bytes_are_counted_as_the_server_counts_them(bucket, corpus, tmp_path, cached, workers):
+@pytest.mark.parametrize(
+    ("workers", "kind"), [(0, harness.data.Tokens), (2, harness.data.Tokens), (2, Forked)]
+)
+def test_bytes_are_counted_as_the_server_counts_them(bucket, corpus, tmp_path, cached, workers, kind):
     """Also where a DataLoader forks its processes, in which a bucket's client does not live on."""
     url, seen = bucket
     wanted = steps(harness.data.Tokens(corpus, 64, cache=None), 1, 0, 1, 20)
-    dataset = harness.data.Tokens(url, 64, cache=tmp_path / "node" if cached else None)
+    dataset = kind(url, 64, cache=tmp_path / "node" if cached else None)
     del seen[:]
     assert steps(dataset, 1, 0, 1, 20, workers) == wanted
     asked = [path for _, method, path, _ in seen if "/shards/" in path and method == "GET"]
@@ -518,16 +526,18 @@ def test_bytes_are_counted_as_the_server_counts_them(bucket, corpus, tmp_path, c
     if cached:
         assert traffic.nbytes["s3"] == sum(p.stat().st_size for p in (tmp_path / "node/chunks").iterdir())
         del seen[:]
-        again = harness.data.Tokens(url, 64, cache=tmp_path / "node")
+        again = kind(url, 64, cache=tmp_path / "node")
         assert steps(again, 1, 0, 1, 20, workers) == wanted
         assert not [path for _, _, path, _ in seen if "/shards/" in path]
 
 
-def test_a_forked_process_hears_what_is_wrong(bucket, tmp_path):
-    prepared("s3://my-bucket/other", files(tmp_path / "text", 60))
-    store = open_store("s3://my-bucket/other")
+@pytest.mark.parametrize("kind", [harness.data.Tokens, Forked])
+def test_who_reads_for_the_training_hears_what_is_wrong(bucket, tmp_path, kind):
+    url = f"s3://my-bucket/other-{kind.__name__}"
+    prepared(url, files(tmp_path / "text", 60))
+    store = open_store(url)
     store.delete(store.list("shards/")[1])
-    dataset = harness.data.Tokens("s3://my-bucket/other", 64, cache=None, within_s=5)
+    dataset = kind(url, 64, cache=None, within_s=5)
     with pytest.raises(CorpusCorrupt, match="wanted a shard that the corpus consists of, found none"):
         steps(dataset, 1, 0, 1, len(dataset) // 8, workers=1)
 

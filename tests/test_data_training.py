@@ -56,7 +56,7 @@ def proved(run, *urls):
     return with_contents(audit(store), store, [str(url) for url in urls])
 
 
-@pytest.mark.parametrize("flags", [(), ("--workers", 2)])
+@pytest.mark.parametrize("flags", [(), ("--workers", 2), ("--workers", 2, "--forked")])
 def test_two_ranks_train_as_one(corpora, calm, tmp_path, flags):
     train(tmp_path / "two", 2, corpora / "tokens", *flags, script=SCRIPT)
     assert said(tmp_path / "two") == said(calm) and len(said(calm)) == 9
@@ -195,8 +195,9 @@ def test_a_mixture_is_the_same_on_any_nodes_and_after_kills(corpora, mixed, tmp_
 def test_blocks_are_the_same_on_any_nodes_and_after_kills(corpora, tmp_path):
     words = (corpora / "tokens", "--shuffle", "blocks", "--total", 40)
     train(tmp_path / "calm", 1, *words, script=SCRIPT)
-    for world, die_in in ((3, 8), (1, 19), (2, 31)):
-        train(tmp_path / "harsh", world, *words, "--die-in", die_in, script=SCRIPT, codes=(-9,))
+    for world, die_in, workers in ((3, 8, 0), (1, 19, 2), (2, 31, 2)):
+        more = ("--die-in", die_in, "--workers", workers)
+        train(tmp_path / "harsh", world, *words, *more, script=SCRIPT, codes=(-9,))
     train(tmp_path / "harsh", 3, *words, "--workers", 2, script=SCRIPT)
     assert said(tmp_path / "calm") == said(tmp_path / "harsh")
     found = compare(open_store(str(tmp_path / "calm")), open_store(str(tmp_path / "harsh")))

@@ -13,7 +13,8 @@ import torch
 
 from harness.core.batch import Batching, Plan
 from harness.core.world import BadInput
-from harness.worker.loader import Stream, content_hash, fingerprint
+from harness.worker.content_hashes import content_hash
+from harness.worker.loader import Stream, fingerprint
 
 
 class Colour(enum.Enum):

@@ -17,7 +17,8 @@ from harness.adapters.accelerate_rounds import Window, batched, every_batch, len
 from harness.adapters.unused import UnusedParameters
 from harness.core.world import BadInput
 from harness.worker import chance
-from harness.worker.loader import content_hash, fingerprint
+from harness.worker.content_hashes import content_hash
+from harness.worker.loader import fingerprint
 from harness.worker.own_loop import WhatWasRead
 from harness.worker.shares import Share, SharedLoader
 

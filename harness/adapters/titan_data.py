@@ -23,7 +23,7 @@ from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhausted
 
 from harness.adapters.titan import joined
 from harness.core.world import BadInput
-from harness.worker.loader import content_hash
+from harness.worker.content_hashes import content_hash
 
 IGNORED = -100  # torchtitan's IGNORE_INDEX: a label that counts for nothing
 

@@ -5,8 +5,8 @@
 
 Runs in the worker and in a DataLoader's processes; needs no torch (a DataLoader makes tensors of
 the arrays). What `run.steps` asks of a dataset besides: `fingerprint`, `read_ahead`, `draws`,
-`content_ids`, what it fetches ahead: `pieces`, `ahead_nbytes`, `traffic`; and what nodes have for
-each other: `caches`, `ask_peers`.
+`by_thread`, `content_ids`, what it fetches ahead: `pieces`, `ahead_nbytes`, `traffic`; and what
+nodes have for each other: `caches`, `ask_peers`.
 """
 
 from __future__ import annotations
@@ -206,6 +206,11 @@ class Tokens(_LeavesOut, _Ahead):
         may, and each is read by its own `__getitem__`."""
         return type(self).__getitem__ is not Tokens.__getitem__
 
+    @property
+    def by_thread(self) -> bool:
+        """Is reading it so light that a thread of the training's process does best?"""
+        return not self.draws
+
     def _items(self, ranges: Ranges) -> list[tuple[np.ndarray[Any, Any], ...]]:
         rows = np.empty((len(ranges), self.length + 1), np.int64)
         for row, found in zip(rows, self._reader.chunks.read_each(ranges), strict=True):
@@ -390,6 +395,9 @@ def packed(
         "cu_seqlens": torch.from_numpy(cu_seqlens),
         "max_seqlen": int(lengths.max()),
     }
+
+
+packed.draws = False  # type: ignore[attr-defined]  # so a thread may call it (worker/reading.py)
 
 
 def named_by(fingerprint: str, url: str, **reading: Any) -> Tokens | Records:

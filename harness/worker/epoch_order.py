@@ -12,7 +12,7 @@ from torch.utils.data import DistributedSampler
 
 from harness.core.batch import Batching, indices_at, seed_for
 from harness.core.world import BadInput
-from harness.worker.loader import MicroBatch, _Collate, _Keyed, seed_everything
+from harness.worker.loader import seed_everything
 from harness.worker.own_loop import DataPlace
 
 SampleKeys = list[tuple[int, int]]  # (position, index) of each sample
@@ -54,17 +54,6 @@ class Cut:
     shares: tuple[int, ...]
     given: list[tuple[int, SampleKeys]]  # number of the micro-batch, and what it consists of
     own: int
-
-
-class Reader:
-    """Reads samples by position and index: what is drawn in `dataset[i]` depends on the position
-    only."""
-
-    def __init__(self, dataset: Any, seed: int, collate_fn: Any):
-        self.dataset, self.collate = _Keyed(dataset, seed), _Collate(collate_fn)
-
-    def read(self, keys: SampleKeys) -> MicroBatch:
-        return self.collate(self.dataset.__getitems__(keys))
 
 
 class EpochOrder:

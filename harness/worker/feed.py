@@ -18,6 +18,7 @@ from harness.core.identity import said_of
 from harness.core.traffic import Traffic
 from harness.core.world import BadInput
 from harness.worker.loader import (
+    Collate,
     MicroBatch,
     Stream,
     fingerprint,
@@ -32,8 +33,6 @@ from harness.worker.pipeline import Pipeline
 from harness.worker.prefetch import ReadsAhead, fetched_ahead
 from harness.worker.shared_reading import refuse_a_part
 from storage.names import plain_name
-
-Collate = Callable[[list[Any]], Any]
 
 
 class Feed:

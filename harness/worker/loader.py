@@ -1,5 +1,4 @@
-"""This rank's micro-batches, in order, with ordinary DataLoader workers that prefetch across steps.
-Runs in the worker.
+"""This rank's micro-batches, in order, read ahead across steps. Runs in the worker.
 
 What step k consumes is a pure function of (seed, k) (batch.py), so there is nothing to save and
 nothing to re-shard: a resumed or resized run asks for the same positions. Randomness in
@@ -14,25 +13,27 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import enum
 import random
 import sys
 import types
-from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping, Sized
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 from harness.core.batch import Batching, Plan, indices_at, sample_seed
 from harness.core.world import BadInput
+from harness.worker.content_hashes import content_hash, contents_of, feed, spell
 from harness.worker.prefetch import fetched_ahead
+from harness.worker.reading import MicroReader, may_be_thread, may_draw, stacked
 
-Keyed = tuple[int, int, Any, int | None]
+Collate: TypeAlias = Callable[[list[Any]], Any]
+Keyed: TypeAlias = tuple[int, int, Any, int | None]
 KEYS_AT_ONCE = 2048
 
 
@@ -68,11 +69,12 @@ class _Keyed(Dataset[Any]):
     """Reads (position, index) pairs; whatever the sample's own transform draws is a function of
     (seed, position). Gives (position, index, sample, hash of what was read or None)."""
 
-    def __init__(self, dataset: Any, seed: int):
+    def __init__(self, dataset: Any, seed: int, collate: Collate | None):
         self.dataset, self.seed = dataset, seed
+        self._collate_draws = collate is not None and may_draw(collate)
         self._has_contents = has_contents(dataset)
         # one that draws nothing is read by whole micro-batches: seeding takes longer than a sample
-        self._draws = getattr(dataset, "draws", True) is not False
+        self._draws = may_draw(dataset)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Keyed]:
         """A micro-batch. A dataset with `read_ahead` fetches it at once."""
@@ -83,7 +85,8 @@ class _Keyed(Dataset[Any]):
             samples = [self._sample(*key) for key in keys]
         else:
             samples = self.dataset.__getitems__(indices)
-            self._begin_with(keys[-1][0])  # a collate function may draw
+            if self._collate_draws:
+                self._begin_with(keys[-1][0])
         contents = (
             self.dataset.content_ids(indices).tolist() if self._has_contents else repeat(None)
         )
@@ -106,8 +109,8 @@ class _Keyed(Dataset[Any]):
 
 
 class _Collate:
-    def __init__(self, collate: Callable[[list[Any]], Any] | None):
-        self.collate = collate or default_collate
+    def __init__(self, collate: Collate):
+        self.collate = collate
 
     def __call__(self, items: list[Keyed]) -> MicroBatch:
         positions, samples, data, contents = zip(*items, strict=True)
@@ -117,6 +120,23 @@ class _Collate:
             self.collate(list(data)),
             None if contents[0] is None else np.array(contents, np.int64),
         )
+
+
+class Reader:
+    """Reads samples by position and index: what is drawn in `dataset[i]` depends on the position
+    only."""
+
+    def __init__(self, dataset: Any, seed: int, collate_fn: Collate | None):
+        self._light = may_be_thread(dataset, collate_fn)
+        self._keyed = _Keyed(dataset, seed, collate_fn)
+        self._collate = _Collate(collate_fn or (stacked if self._light else default_collate))
+
+    def read(self, keys: list[tuple[int, int]]) -> MicroBatch:
+        return self._collate(self._keyed.__getitems__(keys))
+
+    def ahead(self, batch_sampler: Iterable[Any], **options: Any) -> MicroReader:
+        """`options`: of a DataLoader."""
+        return MicroReader(self._keyed, batch_sampler, self._collate, self._light, **options)
 
 
 class _Order:
@@ -164,15 +184,9 @@ def map_style(
     """Micro-batches of this rank for steps first..total, in order. What they lie in is fetched
     ahead, if the dataset can say what that is; `processes` and `tell`: see `Prefetch`."""
     order = _Order(batching, plan, rank, first, total)
-    loader: DataLoader[Any] = DataLoader(
-        _Keyed(dataset, batching.seed),
-        batch_sampler=order,
-        collate_fn=_Collate(collate_fn),
-        num_workers=num_workers,
-        pin_memory=pin,
-    )
+    reader = Reader(dataset, batching.seed, collate_fn)
     # forks its processes, before there are threads that fetch
-    batches: Iterator[MicroBatch] = iter(loader)
+    batches = iter(reader.ahead(order, num_workers=num_workers, pin_memory=pin))
     to_come = ([index for _, index in keys] for keys in order)
     yield from fetched_ahead(dataset, to_come, processes, tell, batches)
 
@@ -180,9 +194,8 @@ def map_style(
 def read_again(dataset: Any, batching: Batching, step: int, micro: int, collate_fn: Any) -> Any:
     """The data of one micro-batch of a map-style dataset, read here and now: what a step that
     is done again gets."""
-    keyed = _Keyed(dataset, batching.seed)
     keys = _keys(batching, range(step, step + 1), range(micro, micro + 1))
-    return _Collate(collate_fn)(keyed.__getitems__(keys)).data
+    return Reader(dataset, batching.seed, collate_fn).read(keys).data
 
 
 class Stream:
@@ -301,7 +314,7 @@ def fingerprint(dataset: Any, by_repr: bool = False) -> str:
     n, h = len(dataset), xxhash.xxh3_128()
     for i in sorted({0, n - 1, *(n * k // 7 for k in range(1, 7))}):
         seed_everything(i)
-        _feed(h, dataset[i], by_repr)
+        feed(h, dataset[i], by_repr)
     return f"sampled:{h.hexdigest()}"
 
 
@@ -312,150 +325,16 @@ def same_when_read_again(dataset: Any, seed: int) -> bool:
     What draws from a generator of its own (np.random.default_rng(), os.urandom) is found here, most
     of the time.
     """
-    keyed = _Keyed(dataset, seed)
+    keyed = _Keyed(dataset, seed, None)
     for index in sorted({0, len(dataset) // 2, len(dataset) - 1}):
         seen = []
         for _ in range(2):
             h = xxhash.xxh3_128()
-            _spell(h, keyed[index, index][2], ())
+            spell(h, keyed[index, index][2], ())
             seen.append(h.digest())
         if seen[0] != seen[1]:
             return False
     return True
-
-
-def _feed(h: Any, value: Any, by_repr: bool) -> None:
-    """For fingerprints of datasets. Of numbers, strings, tensors and arrays, and dicts and lists of
-    them, the bytes are as in the first version, so that runs which it began are known again. All
-    else is spelled canonically (or, `by_repr`, as it was)."""
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        h.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        h.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        h.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
-    elif isinstance(value, dict) and all(type(key) in PLAIN for key in value):
-        for key in sorted(value, key=repr):
-            h.update(repr(key).encode())
-            _feed(h, value[key], by_repr)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _feed(h, item, by_repr)
-    elif by_repr or type(value) in PLAIN or isinstance(value, np.generic):
-        h.update(repr(value).encode())
-    else:
-        _spell(h, value, ())
-
-
-PLAIN = {type(None), bool, int, float, complex, str, bytes}  # whose reprs say all
-
-
-def content_hash(value: Any) -> int:
-    """64 bits of what a value is, the same in any process: its numbers, strings, arrays, fields;
-    never a repr or an address.
-
-    Objects are taken apart as pickle does (`__reduce_ex__`); of one that refuses that only the
-    type's name counts, which is weak.
-    """
-    h = xxhash.xxh3_64()
-    _spell(h, value, ())
-    return h.intdigest()
-
-
-def contents_of(items: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Their hashes, int64 (n,)."""
-    return np.array([content_hash(item) for item in items], np.uint64).view(np.int64)
-
-
-def _spell(h: Any, value: Any, above: tuple[int, ...]) -> None:
-    """Every piece with its kind and length, so that no two values are spelled alike. `above`:
-    ids of the objects that this is within."""
-    kind = type(value)
-    if kind in PLAIN:
-        data = value if kind is bytes else repr(value).encode()
-        h.update(b"%s %d:" % (kind.__name__.encode(), len(data)))
-        h.update(data)
-        return
-    if id(value) in above:
-        h.update(b"cycle %d;" % (len(above) - above.index(id(value))))
-        return
-    within = (*above, id(value))
-    if isinstance(value, torch.Tensor):
-        dense = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
-        raw = dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        h.update(f"tensor {value.dtype} {tuple(value.shape)}:".encode())
-        h.update(raw.data)
-    elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
-        h.update(f"{kind.__name__} {value.dtype.str} {value.shape}:".encode())
-        h.update(value.tobytes())
-    elif isinstance(value, np.ndarray):
-        h.update(f"objects {value.shape}:".encode())
-        _spell(h, value.reshape(-1).tolist(), within)
-    elif kind in (list, tuple) and set(map(type, value)) <= PLAIN:
-        # of tokens, mostly: quicker, and as unambiguous
-        data = repr(value).encode()
-        h.update(b"%s %d:" % (kind.__name__.encode(), len(data)))
-        h.update(data)
-    elif kind in (list, tuple):
-        h.update(b"%s of %d:" % (kind.__name__.encode(), len(value)))
-        for item in value:
-            _spell(h, item, within)
-    elif kind is dict and all(type(key) is str for key in value):
-        h.update(b"dict %d:" % len(value))
-        for key in sorted(value):
-            _spell(h, key, within)
-            _spell(h, value[key], within)
-    elif kind in (dict, set, frozenset):  # in an order that no hash seed decides
-        pairs = value.items() if kind is dict else ((item, None) for item in value)
-        h.update(b"%s %d:" % (kind.__name__.encode(), len(value)))
-        for part in sorted(_alone(pair, within) for pair in pairs):
-            h.update(part)
-    elif isinstance(value, enum.Enum):
-        h.update(f"enum {_name(kind)}.{value.name};".encode())
-    elif isinstance(value, (bytearray, memoryview)):
-        _spell(h, bytes(value), within)
-    elif isinstance(
-        value,
-        (
-            type,
-            types.FunctionType,
-            types.BuiltinFunctionType,
-            types.ModuleType,
-            torch.dtype,
-            torch.device,
-        ),
-    ):
-        h.update(f"name {_name(value)};".encode())
-    else:
-        _spell_object(h, value, within)
-
-
-def _spell_object(h: Any, value: Any, within: tuple[int, ...]) -> None:
-    h.update(f"object {_name(type(value))}:".encode())
-    try:
-        parts: Any = value.__reduce_ex__(4)
-    except Exception:
-        # whatever an object says that does not want to be pickled: then its type is all we know
-        return
-    if isinstance(parts, str):
-        h.update(parts.encode())
-        return
-    make, arguments, state, items, pairs = (*tuple(parts)[:5], None, None, None)[:5]
-    h.update(f"{_name(make)}:".encode())
-    _spell(h, arguments, within)
-    _spell(h, state, within)
-    _spell(h, None if items is None else list(items), within)
-    _spell(h, None if pairs is None else dict(pairs), within)
-
-
-def _alone(value: Any, within: tuple[int, ...]) -> bytes:
-    h = xxhash.xxh3_128()
-    _spell(h, value, within)
-    return h.digest()
-
-
-def _name(thing: Any) -> str:
-    name = getattr(thing, "__qualname__", None) or getattr(thing, "__name__", None)
-    return f"{getattr(thing, '__module__', '')}.{name}" if name else str(thing)
 
 
 def to_device(data: Any, device: torch.device) -> Any:

@@ -25,16 +25,15 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
 from harness.core.batch import Batching, Plan, digest, sample_hash
 from harness.core.world import BadInput
 from harness.node.progress import WorkerPhase
 from harness.worker import machine
-from harness.worker.epoch_order import Cut, EpochOrder, LoaderPlace, Reader, SampleKeys
+from harness.worker.epoch_order import Cut, EpochOrder, LoaderPlace, SampleKeys
 from harness.worker.feed import agree_on_exclusions
 from harness.worker.hands import Hands
-from harness.worker.loader import MicroBatch, fingerprint, is_map_style, to_device
+from harness.worker.loader import MicroBatch, Reader, fingerprint, is_map_style, to_device
 from harness.worker.own_loop import OwnLoop
 from harness.worker.profiling import Profile
 from harness.worker.step import Work
@@ -308,12 +307,7 @@ class MicroLoader:
         w = front._work
         w.rates.watch(training.model, *self._told, w.peers.replica_ranks)
         pin = {"pin_memory": w.peers.device.type == "cuda"}
-        self._loader: DataLoader[Any] = DataLoader(
-            self._reader.dataset,
-            batch_sampler=_Asking(self),
-            collate_fn=self._reader.collate,
-            **(pin | self._options),
-        )
+        self._loader = self._reader.ahead(_Asking(self), **(pin | self._options))
         self._place = place
         return place
 
@@ -427,7 +421,12 @@ class _Asking:
         self._loader = loader
 
     def __iter__(self) -> Iterator[SampleKeys]:
+        # its own: what asks may be a thread that ends a little after the pass
+        asked = self._loader._cuts = deque()
+        return self._asking(asked)
+
+    def _asking(self, asked: deque[Cut]) -> Iterator[SampleKeys]:
         for cut in self._loader.cuts():
-            self._loader._cuts.append(cut)
+            asked.append(cut)
             for _, keys in cut.given:
                 yield keys

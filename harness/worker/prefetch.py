@@ -271,6 +271,9 @@ def fetched_ahead(
 ) -> Generator[T, None, None]:
     """The micro-batches themselves; what they lie in is fetched ahead if the dataset can say what
     that is. For the rest see `Prefetch`."""
-    if isinstance(dataset, ReadsAhead) and dataset.ahead_nbytes(processes):
-        batches = Prefetch(dataset, to_come, processes, tell).over(batches)
-    yield from batches
+    with contextlib.ExitStack() as stack:
+        if isinstance(batches, Generator):
+            stack.enter_context(contextlib.closing(batches))
+        if isinstance(dataset, ReadsAhead) and dataset.ahead_nbytes(processes):
+            batches = Prefetch(dataset, to_come, processes, tell).over(batches)
+        yield from batches

@@ -14,7 +14,7 @@ import json
 from typing import Any
 
 from harness.core.world import BadInput
-from harness.worker.loader import content_hash
+from harness.worker.content_hashes import content_hash
 from storage import dcp
 
 SKIPPED, COMPARED = 3, 3  # items

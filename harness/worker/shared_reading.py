@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from harness.core.batch import sample_seed
 from harness.core.world import BadInput
 from harness.worker import chance
-from harness.worker.loader import content_hash, contents_of, is_map_style
+from harness.worker.content_hashes import content_hash, contents_of
+from harness.worker.loader import is_map_style
 from harness.worker.prefetch import fetched_ahead
 
 SPLITTING = ("streaming.base.", "litdata.streaming.")  # modules of MosaicML and of LitData

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from harness.core.world import BadInput
 from harness.worker import chance
-from harness.worker.loader import contents_of
+from harness.worker.content_hashes import contents_of
 from storage import dcp
 
 _END = object()
