@@ -22,7 +22,6 @@ p.add_argument("--boundaries", default="")
 p.add_argument("--total", type=int, default=9)
 p.add_argument("--length", type=int, default=32)
 p.add_argument("--workers", type=int, default=0)
-p.add_argument("--forked", action="store_true", help="processes read, though a thread could")
 p.add_argument("--early", action="store_true", help="rank 0 opens before any exclusion list is there")
 a = p.parse_args()
 
@@ -40,10 +39,6 @@ def killed_behind_a_snapshot(begun, within_s=120):
         assert time.monotonic() < until_s, f"waited {within_s} s for a snapshot"
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Forked(harness.data.Tokens):
-    by_thread = False
 
 
 class Net(nn.Module):
@@ -64,7 +59,7 @@ data = harness.data
 sources = {
     Path(url).name: data.Records(url, decode=numbers)
     if a.records
-    else (Forked if a.forked else data.Tokens)(url, a.length, boundaries=a.boundaries)
+    else data.Tokens(url, a.length, boundaries=a.boundaries)
     for url in a.corpus
 }
 first, *others = sources

@@ -15,7 +15,8 @@ import harness
 from harness.core.world import BadInput
 from harness.data.card import CARD, Card, CorpusCorrupt, CorpusIndex, ShardEntry, hash_of
 from harness.data.checking import damaged
-from harness.data.chunks import Chunks, from_store
+from harness.data.chunks import Chunks
+from harness.data.corpus import from_store
 from harness.data.framing import framed, unframed
 from harness.data.opening import card_of, index_of
 from harness.data.prepare import PreparePlan, prepare

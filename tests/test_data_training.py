@@ -56,7 +56,7 @@ def proved(run, *urls):
     return with_contents(audit(store), store, [str(url) for url in urls])
 
 
-@pytest.mark.parametrize("flags", [(), ("--workers", 2), ("--workers", 2, "--forked")])
+@pytest.mark.parametrize("flags", [(), ("--workers", 2)])
 def test_two_ranks_train_as_one(corpora, calm, tmp_path, flags):
     train(tmp_path / "two", 2, corpora / "tokens", *flags, script=SCRIPT)
     assert said(tmp_path / "two") == said(calm) and len(said(calm)) == 9

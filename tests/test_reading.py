@@ -5,6 +5,7 @@ import os
 import random
 import threading
 import time
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from worlds import history, train
 
 import harness
 from harness.core.batch import Batching, plan
+from harness.core.blocks import Blocks
 from harness.data import Mixture, Tokens, packed
+from harness.data.chunks import CACHE_NBYTES
 from harness.worker.loader import map_style
 from harness.worker.reading import MicroReader, may_be_thread, read_ahead, stacked
 
@@ -40,11 +43,11 @@ def readers():
 
 def forked(kind):
     """Of the same samples, but read by processes."""
-    return type("Forked", (kind,), {"by_thread": False})
+    return type("Forked", (kind,), {"by_thread": None})
 
 
-def batches(dataset, workers, collate=None, pin=False):
-    batching = Batching(len(dataset), 8, 4, 5, True)
+def batches(dataset, workers, collate=None, pin=False, order=None):
+    batching = Batching(len(dataset), 8, 4, 5, order is not None, order)
     return map_style(
         dataset, batching, plan(2, 1), 0, 2, 9, collate, workers, pin, tell=pytest.fail
     )
@@ -65,23 +68,51 @@ def said(batches):
 
 # ---- the same micro-batches ----------------------------------------------------------------------
 @pytest.mark.parametrize("boundaries", ["", "documents", "cu_seqlens"])
-@pytest.mark.parametrize("mixed", [False, True])
-def test_a_thread_reads_what_processes_read(corpus, boundaries, mixed):
-    def made(kind):
-        one = kind(corpus, 64, boundaries=boundaries)
-        if not mixed:
-            return one
-        return Mixture({"a": one, "b": kind(corpus, 64, boundaries=boundaries)}, {"a": 2, "b": 1})
-
+@pytest.mark.parametrize("order", [None, Blocks(16, 2)])
+def test_a_thread_reads_what_processes_read(corpus, boundaries, order):
     collate = packed if boundaries == "cu_seqlens" else None
-    light, heavy = made(Tokens), made(forked(Tokens))
-    assert may_be_thread(light, collate) and not may_be_thread(heavy, collate)
-    wanted = said(batches(heavy, 2, collate))
+    light = Tokens(corpus, 64, boundaries=boundaries)
+    heavy = forked(Tokens)(corpus, 64, boundaries=boundaries)
+    assert may_be_thread(light, collate, 8) and not may_be_thread(heavy, collate, 8)
+    wanted = said(batches(heavy, 2, collate, order=order))
     assert len(wanted) == 16
     for workers in (0, 1, 2):
-        assert said(batches(light, workers, collate)) == wanted
-        assert said(batches(heavy, workers, collate)) == wanted
+        read = batches(light, workers, collate, order=order)
+        first = next(read)
+        assert len(readers()) == bool(workers)
+        assert said(chain([first], read)) == wanted
+        assert said(batches(heavy, workers, collate, order=order)) == wanted
     until(lambda: not readers())
+
+
+def test_only_where_neighbours_are_read_in_turns(corpus):
+    """Else each sample takes a chunk to be hashed, which is for several processes."""
+    tokens = Tokens(corpus, 64)
+    assert may_be_thread(tokens, None, 1) and not may_be_thread(tokens, None, 0)
+    shuffled = map_style(
+        tokens, Batching(len(tokens), 8, 4, 5, True), plan(2, 1), 0, 1, 9, None, 2, False
+    )
+    next(shuffled)
+    assert not readers()
+    mixture = Mixture({"a": tokens, "b": tokens}, {"a": 2, "b": 1})
+    assert not may_be_thread(mixture, None, 8)
+
+
+def test_what_is_read_in_turns_is_held(corpus):
+    def room(**more):
+        tokens = Tokens(corpus, 64, **more)
+        by_thread = tokens.by_thread(in_turns)
+        return by_thread, tokens._reader.chunks.room * tokens.card.chunk_nbytes
+
+    in_turns = (100 << 20) // (64 * 2)  # of 128 bytes each
+    assert room()[0] and room()[1] >= 100 << 20
+    in_turns = 1
+    assert room() == (True, CACHE_NBYTES)
+    in_turns = (256 << 20) // (64 * 2)
+    assert room() == (False, CACHE_NBYTES)
+    in_turns = 20
+    assert room(cache_nbytes=16 << 10) == (True, 16 << 10)  # who has said how much
+    assert room(cache_nbytes=8 << 10) == (False, 8 << 10)
 
 
 def test_what_may_draw_is_left_to_processes(corpus):
@@ -101,11 +132,9 @@ def test_what_may_draw_is_left_to_processes(corpus):
             return [(i, os.getpid()) for i in indices]
 
     tokens, pixels = Tokens(corpus, 64), Pixels()
-    assert may_be_thread(tokens, None)
-    assert not may_be_thread(tokens, lambda samples: samples)
-    assert not may_be_thread(Noted(corpus, 64), None) and not may_be_thread(pixels, None)
-    assert not may_be_thread(Mixture({"a": tokens, "b": Noted(corpus, 64)}, {"a": 1, "b": 1}), None)
-    assert not may_be_thread(Mixture({"a": tokens, "b": [1, 2, 3]}, {"a": 1, "b": 1}), None)
+    assert may_be_thread(tokens, None, 8) and may_be_thread(tokens, packed, 8)
+    assert not may_be_thread(tokens, lambda samples: samples, 8)
+    assert not may_be_thread(Noted(corpus, 64), None, 8) and not may_be_thread(pixels, None, 8)
     for dataset in (Noted(corpus, 64), pixels):
         pids = {int(pid) for micro in batches(dataset, 2) for pid in micro.data[-1]}
         assert len(pids) == 2 and os.getpid() not in pids
@@ -195,7 +224,10 @@ def test_it_ends_with_who_reads_though_its_store_is_silent():
 
 def test_what_is_wrong_is_heard_in_its_place():
     class Broken:
-        draws, by_thread = False, True
+        draws = False
+
+        def by_thread(self, in_turns):
+            return True
 
         def __len__(self):
             return 64
@@ -241,7 +273,7 @@ model = torch.nn.Linear(64, 1)
 run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9))
 data = harness.data.Tokens(sys.argv[1], 64)
 more = {"prefetch_factor": 4} if int(sys.argv[2]) else {}
-loader = run.loader(data, global_batch=8, micro_batch=4, shuffle=True, num_workers=int(sys.argv[2]), **more)
+loader = run.loader(data, global_batch=8, micro_batch=4, num_workers=int(sys.argv[2]), **more)
 for epoch in loader.epochs(3):
     for x, y in loader:
         loader.update(model(x.float()).square().mean())

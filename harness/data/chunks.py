@@ -10,30 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
 from harness.core.batch import Uint64s
 from harness.core.traffic import CACHE, PEER, Traffic
-from harness.core.world import BadInput
-from harness.data.card import CorpusCorrupt, CorpusIndex, Int64Array, hash_of, shard_key
-from harness.data.foreign_shards import shards_of
-from harness.data.forked import Parent, can_serve, forks
-from harness.data.node_cache import NodeCache, opened
-from harness.data.opening import card_of, index_of
+from harness.data.card import CorpusCorrupt, CorpusIndex, Int64Array, hash_of
+from harness.data.forked import can_serve, forks
+from harness.data.node_cache import NodeCache
 from storage.chunks import is_chunk
 from storage.errors import NotFound, StoreError
-from storage.objects import ObjectStore
-from storage.opening import normalize, open_store
 from storage.parts import BLAKE3
 
 if TYPE_CHECKING:
@@ -47,7 +40,6 @@ AT_ONCE = 16  # ranged reads of one process on their way together
 CACHE_NBYTES = 64 << 20  # chunks that a process keeps
 # what is fetched ahead at most, and the share of the node's cache that it may be
 AHEAD_NBYTES, AHEAD_SHARE = 128 << 20, 8
-WITHIN_S = 300.0  # how long a store may be silent, slow or asking to wait before a reader fails
 RUN_NBYTES = 1 << 20  # of neighbours that are fetched ahead by one request
 TRIES = 2  # fetches of a chunk whose hash is wrong: once more, since the way may have been at fault
 
@@ -82,12 +74,17 @@ class Chunks:
         self._far_url = index.source or where  # of the data, which may be files of others
         self.traffic = Traffic(self._far_url.partition("://")[0])
         self._others: _Others | None = None
-        self.room = max(1, cache_nbytes // index.chunk_nbytes)  # chunks that are held
+        self.room = 1  # chunks that are held
+        self.keep(cache_nbytes)
         self._held: OrderedDict[int, bytes] = OrderedDict()
         self._hashed = np.zeros(len(index.hashes), np.bool_)  # which were read here, and are right
         self._coming: dict[int, Future[bytes]] = {}
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
+
+    def keep(self, nbytes: int) -> None:
+        """So much in memory."""
+        self.room = max(1, nbytes // self.index.chunk_nbytes)
 
     @property
     def read_nbytes(self) -> int:
@@ -386,118 +383,3 @@ class ChunkAhead(NamedTuple):
 
     def warm(self) -> None:
         self.chunks.warm(range(self.first, self.first + self.length))
-
-
-class CorpusReader:
-    """One split of a corpus, for any process: what is open is opened in the process that uses it,
-    and never pickled. `fetch`: makes a `Fetch` of (store, bytes of a chunk); see `from_store`.
-    `cache`, `disk_nbytes`: the node's cache (see `node_cache.opened`). `source`: where the files of
-    others are now that the corpus consists of, if they were moved. Raises BadInput, CorpusCorrupt,
-    StoreError."""
-
-    def __init__(
-        self,
-        url: str,
-        split: str,
-        kind: str,
-        *,
-        fetch: Callable[[ObjectStore, int], Fetch] | None = None,
-        cache_nbytes: int = CACHE_NBYTES,
-        cache: str | os.PathLike[str] | None = "",
-        disk_nbytes: int | None = None,
-        within_s: float = WITHIN_S,
-        source: str = "",
-    ):
-        self.url, self._source = normalize(url), source
-        self._fetch, self._cache_nbytes, self._within_s = fetch, cache_nbytes, within_s
-        self._disk = cache, disk_nbytes
-        self._opened: tuple[int, Chunks] | None = None  # the process that did it
-        self._parent: Parent | None = None
-        self._own: tuple[int, ObjectStore] | None = None  # the corpus' store, of which process
-        self.card = card_of(self.store)
-        found = self.card.split(split)
-        if self.card.kind != kind:
-            other = {"tokens": "Tokens", "records": "Records"}[self.card.kind]
-            raise BadInput(f"{url}: wanted a corpus of {kind}, found {self.card.kind}: use {other}")
-        if found is None:
-            there = ", ".join(one.name for one in self.card.splits)
-            raise BadInput(f"{url}: wanted the split {split!r}, found {there}")
-        self.split = found
-        if can_serve(self._far_url):
-            self._open()  # before anybody is forked
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "_parent": None, "_own": None}
-
-    @property
-    def chunks(self) -> Chunks:
-        """Of this process."""
-        if self._opened is None or self._opened[0] != os.getpid():
-            return self._open()
-        return self._opened[1]
-
-    @property
-    def index(self) -> CorpusIndex:
-        return self.chunks.index
-
-    def contents(self, ranges: Sequence[tuple[int, int]], as_read: bool) -> Int64Array:
-        """int64 (n,): see `CorpusIndex.contents`. `as_read`: of the bytes that were read here, else
-        as the index says."""
-        begins, ends = np.array(ranges, np.int64).reshape(-1, 2).T
-        source = self.chunks if as_read else self.index
-        return self.index.contents(begins, ends, source.ids)
-
-    def named(self, what: str) -> str:
-        """A fingerprint: the same wherever the corpus lies, another for any other content."""
-        return f"corpus:{self.card.content}:{self.split.name}:{what}"
-
-    @property
-    def _far_url(self) -> str:
-        """Where the data lie: files of others elsewhere."""
-        return normalize(self._source or self.card.source) if self.card.layout else self.url
-
-    @property
-    def store(self) -> ObjectStore:
-        """The corpus' own, of this process."""
-        if self._own is None or self._own[0] != os.getpid():
-            self._own = os.getpid(), open_store(self.url, retry_within_s=self._within_s)
-        return self._own[1]
-
-    def _open(self) -> Chunks:
-        """One that was forked opens its own connections, or asks who opened the corpus."""
-        parent, before = self._parent, self._opened
-        if parent is not None and before is not None:
-            theirs = before[1]
-            cache = theirs.cache
-            if cache is not None:  # a process that was forked makes its own
-                cache = opened(self._far_url, cache.folder, cache.nbytes)
-            made = Chunks(
-                theirs.index, theirs._fetch, self.url, self._cache_nbytes, cache, parent.ask
-            )
-        else:
-            cache = opened(self._far_url, *self._disk)
-            index = index_of(self.store, self.card, self.split, cache)
-            store, index = shards_of(self.store, self.card, index, self._source, self._within_s)
-            fetch = (self._fetch or from_store)(store, index.chunk_nbytes)
-            runs = None if self._fetch else runs_from_store(store, index.chunk_nbytes)
-            made = Chunks(index, fetch, self.url, self._cache_nbytes, cache, fetch_run=runs)
-            if can_serve(self._far_url):
-                _ = index.starts  # computed before anybody is forked, and under a lock
-                self._parent = Parent(made.serve, self._within_s * TRIES)
-                weakref.finalize(self, self._parent.close).atexit = False
-        self._opened = os.getpid(), made
-        return made
-
-
-def from_store(store: ObjectStore, chunk_nbytes: int) -> Fetch:
-    """Chunks by ranged reads of the corpus itself."""
-    run = runs_from_store(store, chunk_nbytes)
-    return lambda shard, chunk: run(shard, chunk, 1)
-
-
-def runs_from_store(store: ObjectStore, chunk_nbytes: int) -> FetchRun:
-    def fetch(shard: str, chunk: int, count: int) -> bytes:
-        start = chunk * chunk_nbytes
-        return store.get(shard_key(shard), start, start + chunk_nbytes * count)
-
-    return fetch

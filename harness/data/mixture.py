@@ -123,13 +123,6 @@ class Mixture:
             return True
         return any(getattr(one, "draws", True) is not False for one in self.sources.values())
 
-    @property
-    def by_thread(self) -> bool:
-        """See `Tokens.by_thread`: are all its sources so light?"""
-        if self.draws:
-            return False
-        return all(getattr(one, "by_thread", False) is True for one in self.sources.values())
-
     def source_of(self, i: int) -> tuple[str, int]:
         """(name of the source, which of its items) of an item."""
         if not -len(self) <= i < len(self):

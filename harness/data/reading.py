@@ -21,7 +21,8 @@ import numpy as np
 from harness.core.traffic import Traffic
 from harness.core.world import BadInput
 from harness.data.card import DTYPES, END, RECORDS, TOKENS, CorpusCorrupt, Int64Array
-from harness.data.chunks import ChunkAhead, CorpusReader
+from harness.data.chunks import ChunkAhead
+from harness.data.corpus import CorpusReader
 from harness.data.excluding import (
     NEWEST,
     ExclusionList,
@@ -206,10 +207,10 @@ class Tokens(_LeavesOut, _Ahead):
         may, and each is read by its own `__getitem__`."""
         return type(self).__getitem__ is not Tokens.__getitem__
 
-    @property
-    def by_thread(self) -> bool:
-        """Is reading it so light that a thread of the training's process does best?"""
-        return not self.draws
+    def by_thread(self, in_turns: int) -> bool:
+        """Is reading items so light that a thread of the training's process does best, where so
+        many that lie together are read in turns? What they lie in is held in memory then."""
+        return not self.draws and self._reader.hold(in_turns * self.length * self._dtype.itemsize)
 
     def _items(self, ranges: Ranges) -> list[tuple[np.ndarray[Any, Any], ...]]:
         rows = np.empty((len(ranges), self.length + 1), np.int64)

@@ -13,7 +13,7 @@ import numpy as np
 
 from harness.core.world import BadInput
 from harness.data.card import DTYPES, TOKENS, Card
-from harness.data.chunks import CorpusReader
+from harness.data.corpus import CorpusReader
 from harness.data.reading import Records
 from harness.data.tokenizing import TokenIds, Tokenizer, tokenizer_of
 

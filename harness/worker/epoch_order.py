@@ -82,6 +82,10 @@ class EpochOrder:
             return type(self._sampler).__qualname__
         return "shuffled" if self._shuffle else "in order"
 
+    @property
+    def keeps_neighbours(self) -> bool:
+        return self._sampler is None and not self._shuffle
+
     def __len__(self) -> int:
         """Samples in an epoch."""
         return self._samples if self._sampler is None else len(self._sampler)

@@ -27,6 +27,7 @@ import xxhash
 from torch.utils.data import Dataset, default_collate
 
 from harness.core.batch import Batching, Plan, indices_at, sample_seed
+from harness.core.blocks import Blocks
 from harness.core.world import BadInput
 from harness.worker.content_hashes import content_hash, contents_of, feed, spell
 from harness.worker.prefetch import fetched_ahead
@@ -124,10 +125,10 @@ class _Collate:
 
 class Reader:
     """Reads samples by position and index: what is drawn in `dataset[i]` depends on the position
-    only."""
+    only. `in_turns`: see `may_be_thread`."""
 
-    def __init__(self, dataset: Any, seed: int, collate_fn: Collate | None):
-        self._light = may_be_thread(dataset, collate_fn)
+    def __init__(self, dataset: Any, seed: int, collate_fn: Collate | None, in_turns: int = 0):
+        self._light = may_be_thread(dataset, collate_fn, in_turns)
         self._keyed = _Keyed(dataset, seed, collate_fn)
         self._collate = _Collate(collate_fn or (stacked if self._light else default_collate))
 
@@ -184,11 +185,20 @@ def map_style(
     """Micro-batches of this rank for steps first..total, in order. What they lie in is fetched
     ahead, if the dataset can say what that is; `processes` and `tell`: see `Prefetch`."""
     order = _Order(batching, plan, rank, first, total)
-    reader = Reader(dataset, batching.seed, collate_fn)
+    in_turns = _in_turns(batching, len(plan.micros(rank)))
+    reader = Reader(dataset, batching.seed, collate_fn, in_turns)
     # forks its processes, before there are threads that fetch
     batches = iter(reader.ahead(order, num_workers=num_workers, pin_memory=pin))
     to_come = ([index for _, index in keys] for keys in order)
     yield from fetched_ahead(dataset, to_come, processes, tell, batches)
+
+
+def _in_turns(b: Batching, lanes: int) -> int:
+    """Of how many samples that lie together who does so many micro-batches of a step reads some of
+    each in turns; 0: of all."""
+    if isinstance(b.order, Blocks):
+        return lanes * b.order.items * b.order.at_once
+    return 0 if b.shuffle or b.order else lanes * b.micro_batch
 
 
 def read_again(dataset: Any, batching: Batching, step: int, micro: int, collate_fn: Any) -> Any:

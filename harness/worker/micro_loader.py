@@ -176,7 +176,8 @@ class MicroLoader:
         self._front, self._dataset, self._options = front, dataset, options
         self._order = EpochOrder(dataset, sampler, shuffle, front.seed)
         self._told = tokens_per_sample, flops_per_sample
-        self._reader = Reader(dataset, front.seed, options.pop("collate_fn", None))
+        in_turns = global_batch if self._order.keeps_neighbours else 0
+        self._reader = Reader(dataset, front.seed, options.pop("collate_fn", None), in_turns)
         self._place: LoaderPlace | None = None
         self._asked: int | None = None  # by `set_epoch`
         self.step: LoaderStep | None = None

@@ -2,8 +2,8 @@
 Runs in the worker.
 
 To take a micro-batch over from another process costs this one more than to read tokens itself. So
-a dataset that says so (`by_thread`) is read by a thread, and `num_workers` only says how far ahead:
-as far as so many processes would be.
+a dataset that says so (`by_thread`) is read by a thread where its order keeps neighbours together,
+and `num_workers` only says how far ahead: as far as so many processes would be.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ OF_PROCESSES = (  # options of a DataLoader
 )
 
 
-def may_be_thread(dataset: Any, collate_fn: Any) -> bool:
-    """Is reading it so light that a thread does best, and does nothing of it draw from the
-    generators that training draws from?"""
-    light = getattr(dataset, "by_thread", False) is True
-    return light and not may_draw(dataset) and not (collate_fn and may_draw(collate_fn))
+def may_be_thread(dataset: Any, collate_fn: Any, in_turns: int) -> bool:
+    """Does nothing of it draw from the generators that training draws from, and is reading it so
+    light that a thread does best? `in_turns`: samples that are read in turns, 0: of all."""
+    if may_draw(dataset) or (collate_fn is not None and may_draw(collate_fn)):
+        return False
+    by_thread = getattr(dataset, "by_thread", None)
+    return in_turns > 0 and by_thread is not None and bool(by_thread(in_turns))
 
 
 def may_draw(it: Any) -> bool:
