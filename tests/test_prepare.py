@@ -7,6 +7,7 @@ import datetime
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -210,6 +211,20 @@ def test_batches_of_a_gpu_are_pinned():
     batching = Batching(64, 8, 4, 0)
     first = next(map_style(data, batching, plan(2, 1), 0, 1, 1, None, 0, pin=True))
     assert isinstance(first, MicroBatch) and first.data[0].is_pinned()
+
+
+def test_a_loader_can_pin_a_micro_batch():
+    """torch leaves what it does not know as it is, and says nothing."""
+
+    class Rows(list):
+        def pin_memory(self):
+            return "pinned"
+
+    at = np.arange(2)
+    batch = MicroBatch(at, at, {"x": Rows(), "y": [Rows(), 1]}, at)
+    pinned = torch.utils.data._utils.pin_memory.pin_memory(batch)
+    assert pinned.data == {"x": "pinned", "y": ["pinned", 1]} and pinned.positions is at
+    assert pinned.contents is at and isinstance(pinned, MicroBatch)
 
 
 def test_a_model_is_moved_and_kept(tmp_path):

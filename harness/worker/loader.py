@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import xxhash
 from torch.utils.data import Dataset, default_collate
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from harness.core.batch import Batching, Plan, indices_at, sample_seed
 from harness.core.blocks import Blocks
@@ -52,6 +53,11 @@ class MicroBatch:
     data: Any
     contents: np.ndarray[Any, Any] | None = None
     items: tuple[Any, ...] = ()
+
+    def pin_memory(self) -> MicroBatch:
+        """What a DataLoader asks of a batch that is no tensor, list or mapping itself."""
+        pinned = pin_memory(self.data)  # type: ignore[no-untyped-call]
+        return dataclasses.replace(self, data=pinned)
 
 
 def seed_everything(seed: int) -> None:

@@ -310,11 +310,11 @@ class Session(PlainLoops):
         """The steps that are still to do, after resuming from the newest valid snapshot.
         `global_batch` and `micro_batch` in samples.
 
-        `shuffle`: "blocks" or `Blocks(...)` keep reads sequential (docs/DATA.md).
-        `tokens_per_sample`, and the model's `flops_per_sample` (forward and backward), are for
-        reports only: tokens per second, and how much of the devices' peak is used (MFU). Instead
-        of a number: "6PT" (six times parameters times tokens), or "counted": torch counts the
-        first micro-batch, and with it what activation checkpointing computes again (HFU).
+        `shuffle`: "blocks" or `Blocks(...)` keep reads sequential; `num_workers` read ahead, or a
+        thread does (docs/DATA.md). `tokens_per_sample`, and the model's `flops_per_sample` (forward
+        and backward), are for reports only: tokens per second, and how much of the devices' peak is
+        used (MFU). Instead of a number: "6PT" (six times parameters times tokens), or "counted":
+        torch counts the first micro-batch, and what activation checkpointing computes again (HFU).
 
         `total` counts from the run's first step; or `epochs`: so many passes over the data
         (`step.epoch`, `step.ends_epoch`). The step that reaches it is committed at once, so
