@@ -7,10 +7,11 @@ import threading
 import time
 from itertools import chain
 
+import buckets
 import numpy as np
 import pytest
 import torch
-from corpora import small_corpus
+from corpora import files, prepared, shards_nbytes, small_corpus
 from torch.utils.data import default_collate
 from worlds import history, train
 
@@ -113,6 +114,57 @@ def test_what_is_read_in_turns_is_held(corpus):
     in_turns = 20
     assert room(cache_nbytes=16 << 10) == (True, 16 << 10)  # who has said how much
     assert room(cache_nbytes=8 << 10) == (False, 8 << 10)
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory):
+    with buckets.moto() as url, pytest.MonkeyPatch.context() as patched:
+        said = {"ENDPOINT_URL": url, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
+        for name, value in (said | {"REGION": "us-east-1"}).items():
+            patched.setenv(f"AWS_{name}", value)
+        prepared("s3://my-bucket/corpus", files(tmp_path_factory.mktemp("texts") / "text", 120))
+        yield "s3://my-bucket/corpus"
+
+
+def test_who_reads_a_bucket_in_no_order_is_told_what_it_costs(bucket, corpus, tmp_path):
+    whole = shards_nbytes(corpus)
+    few = Tokens(bucket, 64, cache=tmp_path / "node", disk_nbytes=whole // 2)
+    found = few.scattered(1)
+    assert "up to 8 times the bytes" in found and 'shuffle="blocks"' in found
+    assert bucket in found
+    assert few.scattered(1) == Mixture({"a": few}, {"a": 1}).scattered(1)
+    assert not few.scattered(3)  # whose caches hold it together
+    assert not Tokens(bucket, 64, cache=tmp_path / "node", disk_nbytes=2 * whole).scattered(1)
+    assert not Tokens(bucket, 1024, cache=None, cache_nbytes=1).scattered(1)  # nothing to spare
+    assert Tokens(bucket, 64, cache=None, cache_nbytes=1).scattered(1)
+    assert not Tokens(corpus, 64, cache=None, cache_nbytes=1).scattered(9)  # on this disk
+
+
+def test_a_run_says_so_once(bucket, tmp_path):
+    script, told = tmp_path / "short.py", []
+    script.write_text(SHORT)
+    for shuffle in ("yes", "blocks", ""):
+        run = tmp_path / f"by-{shuffle}"
+        found = train(run, 2, bucket, shuffle, tmp_path / "node", script=script)
+        told.append(found.output.count("up to 8 times the bytes"))
+    assert told == [1, 0, 0]
+
+
+SHORT = """
+import sys, torch, harness
+run = harness.attach(seed=7)
+model = torch.nn.Linear(64, 1)
+run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9))
+data = harness.data.Tokens(sys.argv[1], 64, cache=sys.argv[3], disk_nbytes=20_000)
+shuffle = sys.argv[2]
+for step in run.steps(
+    data, total=3, global_batch=8, micro_batch=4, shuffle=True if shuffle == "yes" else shuffle or False
+):
+    for x, y in step:
+        step.backward(model(x.float()).square().mean())
+    step.update()
+run.finish()
+"""
 
 
 def test_what_may_draw_is_left_to_processes(corpus):

@@ -25,6 +25,7 @@ from storage.opening import normalize, open_store
 
 # of chunks in memory at most, for what is read in turns, unless it is said
 HELD_NBYTES = 256 << 20
+MANY_TIMES = 4  # the bytes that are wanted: then who pays for them should know
 SPARE = 8  # one part of so many besides: blocks begin and end within chunks
 WITHIN_S = 300.0  # how long a store may be silent, slow or asking to wait before a reader fails
 
@@ -103,6 +104,23 @@ class CorpusReader:
         self._cache_nbytes = max(self._cache_nbytes, nbytes)
         self.chunks.keep(self._cache_nbytes)
         return True
+
+    def scattered(self, item_nbytes: int, nodes: int) -> str:
+        """Why so many nodes that read items of this size all over the corpus fetch many times the
+        bytes of these; "": they do not."""
+        chunks, whole = self.chunks, int(self.index.starts[-1])
+        near = chunks.cache.nbytes if chunks.cache else chunks.room * self.index.chunk_nbytes
+        times = self.index.chunk_nbytes / max(1, item_nbytes)
+        local = self._far_url.startswith(("file://", "memory://"))
+        if local or times < MANY_TIMES or nodes * near >= whole:
+            return ""
+        caches = "a cache" if nodes == 1 else f"{nodes} caches"
+        return (
+            f"samples of {item_nbytes} bytes are read in no order from {self._far_url}, where each "
+            f"takes a chunk of {self.index.chunk_nbytes}: up to {times:.0f} times the bytes, since "
+            f"{caches} of {near / 2**20:.4g} MiB cannot hold all {whole / 2**20:.4g} MiB; "
+            'shuffle="blocks" keeps neighbours together'
+        )
 
     @property
     def _far_url(self) -> str:

@@ -170,6 +170,13 @@ class Mixture:
             if hasattr(one, "ask_peers"):
                 one.ask_peers(peers, nodes, once)
 
+    def scattered(self, nodes: int) -> str:
+        """See `CorpusReader`; of the first source of which it is so."""
+        several = (
+            one.scattered(nodes) for one in self.sources.values() if hasattr(one, "scattered")
+        )
+        return next(filter(None, several), "")
+
     @property
     def fingerprint(self) -> str | None:
         """Of all sources. None: one has none, so a few samples of them all must do."""

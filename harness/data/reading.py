@@ -139,6 +139,15 @@ class _Ahead:
         """See `Chunks.ask_peers`."""
         self._reader.chunks.ask_peers(peers, nodes, once)
 
+    def scattered(self, nodes: int) -> str:
+        """Why it costs to read items in no order, by so many nodes: see `CorpusReader`."""
+        return self._reader.scattered(self._mean_nbytes, nodes)
+
+    @property
+    def _mean_nbytes(self) -> int:
+        """Of an item."""
+        raise NotImplementedError
+
     def _ranges(self, indices: Sequence[int]) -> Ranges:
         raise NotImplementedError
 
@@ -210,7 +219,7 @@ class Tokens(_LeavesOut, _Ahead):
     def by_thread(self, in_turns: int) -> bool:
         """Is reading items so light that a thread of the training's process does best, where so
         many that lie together are read in turns? What they lie in is held in memory then."""
-        return not self.draws and self._reader.hold(in_turns * self.length * self._dtype.itemsize)
+        return not self.draws and self._reader.hold(in_turns * self._mean_nbytes)
 
     def _items(self, ranges: Ranges) -> list[tuple[np.ndarray[Any, Any], ...]]:
         rows = np.empty((len(ranges), self.length + 1), np.int64)
@@ -252,8 +261,11 @@ class Tokens(_LeavesOut, _Ahead):
     @property
     def block_items(self) -> int:
         """How many make a block of `run.steps(shuffle="blocks")`."""
-        nbytes = self.length * self._dtype.itemsize
-        return max(1, BLOCK_CHUNKS * self.card.chunk_nbytes // nbytes)
+        return max(1, BLOCK_CHUNKS * self.card.chunk_nbytes // self._mean_nbytes)
+
+    @property
+    def _mean_nbytes(self) -> int:
+        return self.length * self._dtype.itemsize
 
     @property
     def fingerprint(self) -> str:
@@ -334,6 +346,11 @@ class Records(_LeavesOut, _Ahead):
         """As `Tokens.block_items`, of records of the mean size."""
         split = self._reader.split
         return max(1, BLOCK_CHUNKS * self.card.chunk_nbytes * split.items // split.nbytes)
+
+    @property
+    def _mean_nbytes(self) -> int:
+        split = self._reader.split
+        return split.nbytes // max(1, split.items)
 
     @property
     def fingerprint(self) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from harness.core.batch import MAX_SAMPLES, Batching, Plan, SampleOrder, plan
 from harness.core.blocks import Blocks, blocks_for
 from harness.core.identity import said_of
+from harness.core.mixing import MixedOrder
 from harness.core.traffic import Traffic
 from harness.core.world import BadInput
 from harness.worker.loader import (
@@ -176,8 +177,10 @@ class Feed:
             read_again, self._dataset, self.batching, collate_fn=self._collate
         )
         pin = self._peers.device.type == "cuda"
-        scattered = self.batching.shuffle and not isinstance(self.batching.order, Blocks)
+        scattered = is_scattered(self.batching)
         self._meet(self._dataset, not scattered)
+        if scattered and self._peers.rank == 0 and (why := self._costs_more()):
+            tell(why)
         return map_style(
             self._dataset,
             self.batching,
@@ -191,6 +194,12 @@ class Feed:
             self._processes,
             tell,
         )
+
+    def _costs_more(self) -> str:
+        """Why samples that lie together should be read together; "": no reason is known."""
+        scattered = getattr(self._dataset, "scattered", None)
+        nodes = -(-self._peers.world // self._processes)
+        return str(scattered(nodes)) if scattered else ""
 
     def ahead(
         self,
@@ -224,6 +233,14 @@ def agree_on_exclusions(dataset: Any, peers: Peers) -> None:
     for one, newest in zip(corpora, map(max, zip(*said, strict=True)), strict=True):
         if newest != one.excluded:
             one.exclude(newest)
+
+
+def is_scattered(batching: Batching) -> bool:
+    """Are neighbours read far from each other?"""
+    order = batching.order
+    if isinstance(order, MixedOrder):
+        return not any(one.blocks for one in order.sources)
+    return batching.shuffle and not isinstance(order, Blocks)
 
 
 def _order_of(dataset: Any, batching: Batching, shuffle: bool | str | Blocks) -> SampleOrder | None:
