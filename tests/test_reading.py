@@ -13,7 +13,7 @@ import pytest
 import torch
 from corpora import files, prepared, shards_nbytes, small_corpus
 from torch.utils.data import default_collate
-from worlds import history, train
+from worlds import history, train, until
 
 import harness
 from harness.core.batch import Batching, plan
@@ -29,13 +29,6 @@ WITHIN_S = 60.0
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return small_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-def until(true):
-    until_s = time.monotonic() + WITHIN_S
-    while not true():
-        assert time.monotonic() < until_s, f"not within {WITHIN_S:g} s"
-        time.sleep(0.005)
 
 
 def readers():
@@ -83,7 +76,7 @@ def test_a_thread_reads_what_processes_read(corpus, boundaries, order):
         assert len(readers()) == bool(workers)
         assert said(chain([first], read)) == wanted
         assert said(batches(heavy, workers, collate, order=order)) == wanted
-    until(lambda: not readers())
+    until(lambda: not readers(), within_s=WITHIN_S)
 
 
 def test_only_where_neighbours_are_read_in_turns(corpus):
@@ -247,11 +240,11 @@ def test_so_far_ahead_and_no_further():
 
     read = read_ahead(counted(), 3)
     assert next(read) == 0
-    until(lambda: len(given) >= 5)  # three are ready, and one waits for room
+    until(lambda: len(given) >= 5, within_s=WITHIN_S)  # three are ready, and one waits for room
     time.sleep(0.1)
     assert len(given) == 5 and [next(read) for _ in range(2)] == [1, 2]
     read.close()
-    until(lambda: not readers())
+    until(lambda: not readers(), within_s=WITHIN_S)
     assert len(given) <= 8
 
 

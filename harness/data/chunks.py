@@ -74,7 +74,6 @@ class Chunks:
         self._far_url = index.source or where  # of the data, which may be files of others
         self.traffic = Traffic(self._far_url.partition("://")[0])
         self._others: _Others | None = None
-        self.room = 1  # chunks that are held
         self.keep(cache_nbytes)
         self._held: OrderedDict[int, bytes] = OrderedDict()
         self._hashed = np.zeros(len(index.hashes), np.bool_)  # which were read here, and are right
@@ -84,7 +83,7 @@ class Chunks:
 
     def keep(self, nbytes: int) -> None:
         """So much in memory."""
-        self.room = max(1, nbytes // self.index.chunk_nbytes)
+        self.room = max(1, nbytes // self.index.chunk_nbytes)  # chunks that are held
 
     @property
     def read_nbytes(self) -> int:

@@ -18,7 +18,7 @@ from harness.data.card import CorpusIndex, Int64Array, shard_key
 from harness.data.chunks import CACHE_NBYTES, TRIES, Chunks, Fetch, FetchRun
 from harness.data.foreign_shards import shards_of
 from harness.data.forked import Parent, can_serve
-from harness.data.node_cache import opened
+from harness.data.node_cache import LOCAL, opened
 from harness.data.opening import card_of, index_of
 from storage.objects import ObjectStore
 from storage.opening import normalize, open_store
@@ -111,8 +111,7 @@ class CorpusReader:
         chunks, whole = self.chunks, int(self.index.starts[-1])
         near = chunks.cache.nbytes if chunks.cache else chunks.room * self.index.chunk_nbytes
         times = self.index.chunk_nbytes / max(1, item_nbytes)
-        local = self._far_url.startswith(("file://", "memory://"))
-        if local or times < MANY_TIMES or nodes * near >= whole:
+        if self._far_url.startswith(LOCAL) or times < MANY_TIMES or nodes * near >= whole:
             return ""
         caches = "a cache" if nodes == 1 else f"{nodes} caches"
         return (

@@ -27,6 +27,7 @@ from storage.own_folders import own_folder
 
 FOLDER, GIB = "HARNESS_DATA_CACHE", "HARNESS_DATA_CACHE_GIB"  # variables
 NONE = "off"
+LOCAL = ("file://", "memory://")  # what is read from there is near already
 FREE_SHARE = 10  # by default one part of so many of the disk that is free
 # of one whose bound nobody said: a smaller one is of no use, of a larger one the files are too many
 LEAST_NBYTES, MOST_NBYTES = 16 << 20, 64 << 30
@@ -87,7 +88,7 @@ def opened(
     warning, if it cannot be used. Raises BadInput."""
     where = NONE if cache is None else os.fspath(cache) or environ.get(FOLDER, "")
     bound = _bound(disk_nbytes, environ)
-    if where == NONE or bound == 0 or (not where and url.startswith(("file://", "memory://"))):
+    if where == NONE or bound == 0 or (not where and url.startswith(LOCAL)):
         return None
     folder = Path(where).expanduser() if where else _of_user(environ)
     try:

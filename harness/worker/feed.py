@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from harness.core.batch import MAX_SAMPLES, Batching, Plan, SampleOrder, plan
 from harness.core.blocks import Blocks, blocks_for
 from harness.core.identity import said_of
-from harness.core.mixing import MixedOrder
 from harness.core.traffic import Traffic
 from harness.core.world import BadInput
 from harness.worker.loader import (
@@ -24,6 +23,7 @@ from harness.worker.loader import (
     Stream,
     fingerprint,
     has_contents,
+    in_turns,
     is_map_style,
     map_style,
     read_again,
@@ -177,7 +177,7 @@ class Feed:
             read_again, self._dataset, self.batching, collate_fn=self._collate
         )
         pin = self._peers.device.type == "cuda"
-        scattered = is_scattered(self.batching)
+        scattered = not in_turns(self.batching, lanes=1)
         self._meet(self._dataset, not scattered)
         if scattered and self._peers.rank == 0 and (why := self._costs_more()):
             tell(why)
@@ -233,14 +233,6 @@ def agree_on_exclusions(dataset: Any, peers: Peers) -> None:
     for one, newest in zip(corpora, map(max, zip(*said, strict=True)), strict=True):
         if newest != one.excluded:
             one.exclude(newest)
-
-
-def is_scattered(batching: Batching) -> bool:
-    """Are neighbours read far from each other?"""
-    order = batching.order
-    if isinstance(order, MixedOrder):
-        return not any(one.blocks for one in order.sources)
-    return batching.shuffle and not isinstance(order, Blocks)
 
 
 def _order_of(dataset: Any, batching: Batching, shuffle: bool | str | Blocks) -> SampleOrder | None:

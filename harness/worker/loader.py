@@ -29,6 +29,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from harness.core.batch import Batching, Plan, indices_at, sample_seed
 from harness.core.blocks import Blocks
+from harness.core.mixing import MixedOrder
 from harness.core.world import BadInput
 from harness.worker.content_hashes import content_hash, contents_of, feed, spell
 from harness.worker.prefetch import fetched_ahead
@@ -78,7 +79,7 @@ class _Keyed(Dataset[Any]):
 
     def __init__(self, dataset: Any, seed: int, collate: Collate | None):
         self.dataset, self.seed = dataset, seed
-        self._collate_draws = collate is not None and may_draw(collate)
+        self._collate_draws = may_draw(collate)
         self._has_contents = has_contents(dataset)
         # one that draws nothing is read by whole micro-batches: seeding takes longer than a sample
         self._draws = may_draw(dataset)
@@ -191,20 +192,21 @@ def map_style(
     """Micro-batches of this rank for steps first..total, in order. What they lie in is fetched
     ahead, if the dataset can say what that is; `processes` and `tell`: see `Prefetch`."""
     order = _Order(batching, plan, rank, first, total)
-    in_turns = _in_turns(batching, len(plan.micros(rank)))
-    reader = Reader(dataset, batching.seed, collate_fn, in_turns)
+    lanes = len(plan.micros(rank))
+    reader = Reader(dataset, batching.seed, collate_fn, in_turns(batching, lanes))
     # forks its processes, before there are threads that fetch
     batches = iter(reader.ahead(order, num_workers=num_workers, pin_memory=pin))
     to_come = ([index for _, index in keys] for keys in order)
     yield from fetched_ahead(dataset, to_come, processes, tell, batches)
 
 
-def _in_turns(b: Batching, lanes: int) -> int:
+def in_turns(b: Batching, lanes: int) -> int:
     """Of how many samples that lie together who does so many micro-batches of a step reads some of
     each in turns; 0: of all."""
-    if isinstance(b.order, Blocks):
-        return lanes * b.order.items * b.order.at_once
-    return 0 if b.shuffle or b.order else lanes * b.micro_batch
+    sources = b.order.sources if isinstance(b.order, MixedOrder) else ()
+    blocks = [b.order, *(one.blocks for one in sources)]
+    mixed = sum(one.items * one.at_once for one in blocks if isinstance(one, Blocks))
+    return lanes * (mixed if b.shuffle or b.order else b.micro_batch)
 
 
 def read_again(dataset: Any, batching: Batching, step: int, micro: int, collate_fn: Any) -> Any:

@@ -264,7 +264,7 @@ class MicroLoader:
         self._sample_order = self._order.of(place.epoch)
         self._check_alike(self._sample_order)
         to_come = ([i for _, i in keys] for cut in self.cuts() for _, keys in cut.given)
-        once = self._order.name == "in order"
+        once = self._order.keeps_neighbours
         read = iter(self._loader)
         batches = w.feed.ahead(self._dataset, once, to_come, read, w.run.warn_anywhere)
         try:
@@ -275,7 +275,6 @@ class MicroLoader:
                 self._boundary()
         finally:
             batches.close()  # what fetches ahead ends here
-            self._cuts.clear()
             w.timer.rest()
             front._profile.stop()
 

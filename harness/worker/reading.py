@@ -33,7 +33,7 @@ OF_PROCESSES = (  # options of a DataLoader
 def may_be_thread(dataset: Any, collate_fn: Any, in_turns: int) -> bool:
     """Does nothing of it draw from the generators that training draws from, and is reading it so
     light that a thread does best? `in_turns`: samples that are read in turns, 0: of all."""
-    if may_draw(dataset) or (collate_fn is not None and may_draw(collate_fn)):
+    if may_draw(dataset) or may_draw(collate_fn):
         return False
     by_thread = getattr(dataset, "by_thread", None)
     return in_turns > 0 and by_thread is not None and bool(by_thread(in_turns))
@@ -41,8 +41,8 @@ def may_be_thread(dataset: Any, collate_fn: Any, in_turns: int) -> bool:
 
 def may_draw(it: Any) -> bool:
     """May a dataset or a collate function draw? Of a script's own we cannot know, unless it says
-    `draws = False`."""
-    return getattr(it, "draws", True) is not False
+    `draws = False`. None: torch's own function, which does not."""
+    return it is not None and getattr(it, "draws", True) is not False
 
 
 def stacked(samples: list[Any]) -> Any:
