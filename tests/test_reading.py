@@ -115,8 +115,8 @@ def bucket(tmp_path_factory):
         said = {"ENDPOINT_URL": url, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
         for name, value in (said | {"REGION": "us-east-1"}).items():
             patched.setenv(f"AWS_{name}", value)
-        prepared("s3://my-bucket/corpus", files(tmp_path_factory.mktemp("texts") / "text", 120))
-        yield "s3://my-bucket/corpus"
+        prepared("s3://my-bucket/scattered", files(tmp_path_factory.mktemp("texts") / "text", 120))
+        yield "s3://my-bucket/scattered"
 
 
 def test_who_reads_a_bucket_in_no_order_is_told_what_it_costs(bucket, corpus, tmp_path):
