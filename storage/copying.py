@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
+from storage.errands import ErrandThread
 from storage.fingerprints import fingerprint
-from storage.staging import ErrandThread
 
 if TYPE_CHECKING:
     from storage.dcp import Saver

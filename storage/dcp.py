@@ -29,12 +29,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from storage.copying import ALIGN, Copying, Filled, Layout, Move, Staged, pin, version_of
+from storage.errands import ErrandThread
 from storage.loading import destinations, like_parameters, load
 from storage.manifest import Manifest, Ref
 from storage.pieces import spread
 from storage.ranks import gathered
 from storage.snapshots import Snapshots
-from storage.staging import ErrandThread
 from storage.trees import dtype_name, join, split
 
 __all__ = [

@@ -18,12 +18,9 @@ import errno
 import fcntl
 import mmap
 import os
-import queue
 import secrets
 import shutil
 import threading
-import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -150,26 +147,6 @@ class Segments:
         path.unlink(missing_ok=True)
         with self._lock:
             self._sizes.pop(path, None)
-
-
-class ErrandThread:
-    """A thread that does errands in order and is there already: to start one makes the caller
-    wait for Python's lock, often 5 ms. It ends when nobody has this any more."""
-
-    def __init__(self, name: str):
-        self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(self._errands,), name=name, daemon=True).start()
-        last = weakref.finalize(self, self._errands.put, None)
-        last.atexit = False  # a thread that runs while the process ends can abort it
-
-    def run(self, errand: Callable[[], None]) -> None:
-        """Returns at once. The errand answers for its own errors."""
-        self._errands.put(errand)
-
-
-def _work(errands: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (errand := errands.get()) is not None:
-        errand()
 
 
 def default_parent() -> Path:

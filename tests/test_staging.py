@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from storage import MemoryStore, Ref, Snapshots
-from storage.staging import PREFIX, ErrandThread, Segment, Segments, Stage, StageFull, sweep
+from storage.errands import ErrandThread
+from storage.staging import PREFIX, Segment, Segments, Stage, StageFull, sweep
 from storage.weights import combined, weights_sum
 
 

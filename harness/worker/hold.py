@@ -22,7 +22,8 @@ from harness.worker.run import Run
 from harness.worker.training import common
 from storage import dcp
 from storage.copying import Filled, Layout
-from storage.staging import ErrandThread, Segment, StageFull
+from storage.errands import ErrandThread, start_thread
+from storage.staging import Segment, StageFull
 from storage.upload_job import Unchanged
 
 # tensors by name -> which of them training leaves alone
@@ -70,10 +71,8 @@ class Hold:
             if not self.saver.planned:
                 self.plan(tensors, plain, left_alone(tensors))
             self.sender  # noqa: B018 - starts it
-            self._preparing = threading.Thread(
-                target=self._take_memory, args=(self.saver.nbytes,), name="stage", daemon=True
-            )
-            self._preparing.start()
+            nbytes = self.saver.nbytes
+            self._preparing = start_thread("stage", lambda: self._take_memory(nbytes))
 
     def plan(
         self, tensors: dict[str, torch.Tensor], plain: dict[str, Any], still: Collection[str]

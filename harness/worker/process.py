@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 from harness.core.masking import learn, masked_deep
 from harness.node.processes import DUMP_SIGNAL, MESSAGE_NBYTES, die_with_parent, name_process
+from storage.errands import end_threads
 
 
 def write_error(error: BaseException) -> None:
@@ -204,7 +205,8 @@ def exit_code(order: dict[str, Any]) -> int:
 def leave(code: int) -> NoReturn:
     """End as Python does, threads joined and atexit functions run, but without tearing torch's
     modules down: that takes a second or two on a busy machine, in which the next world waits for
-    this rank."""
+    this rank. Nothing is torn down under a thread, so threads with tensors are not waited for."""
+    atexit.unregister(end_threads)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

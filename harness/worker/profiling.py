@@ -8,6 +8,7 @@ beside the steps after them. Whatever goes wrong is told, and training goes on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 import threading
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from harness.bucket.layout import profile_key
 from harness.core.facts import ProfileTaken
 from harness.core.steps_asked import StepsAsked
 from harness.worker.run import Run
+from storage.errands import start_thread
 from storage.errors import StoreError
 
 MOST_NBYTES = 256 << 20  # of a file; a greater one stays away from the bucket
@@ -87,10 +89,8 @@ class Profile:
                 _memory_history("_dump_snapshot")(str(Path(folder.name) / MEMORY))
                 _memory_history("_record_memory_history")(enabled=None)
             if self._last >= self._first:
-                self._sending = threading.Thread(
-                    target=self._send, args=(profiler, folder), name="profile", daemon=True
-                )
-                self._sending.start()
+                send = functools.partial(self._send, profiler, folder)
+                self._sending = start_thread("profile", send)
 
     def wait(self) -> None:
         """The training is done: what is on its way may arrive."""

@@ -8,6 +8,8 @@ and `num_workers` only says how far ahead: as far as so many processes would be.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Generator, Iterable, Iterator
@@ -17,6 +19,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, default_collate
+
+from storage.errands import start_thread
 
 T = TypeVar("T")
 FACTOR = 2  # micro-batches that a process reads ahead, as torch has it
@@ -95,13 +99,12 @@ def read_ahead(batches: Iterator[T], ahead: int) -> Generator[T, None, None]:
     closed = threading.Event()
     # pinned memory belongs to the device of who pins it
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    threading.Thread(
-        # a daemon: a store that is silent shall keep nobody from leaving
-        target=_read,
-        args=(batches, ready, closed, device),
-        name="reading",
-        daemon=True,
-    ).start()
+
+    def stop() -> None:
+        closed.set()
+        _empty(ready)  # it may wait for room; only it puts, so it waits no more
+
+    start_thread("reading", functools.partial(_read, batches, ready, closed, device), stop)
     try:
         while True:
             found = ready.get()
@@ -111,9 +114,7 @@ def read_ahead(batches: Iterator[T], ahead: int) -> Generator[T, None, None]:
                 return
             yield found
     finally:
-        closed.set()
-        while not ready.empty():  # it may wait for room; only it puts, so it waits no more
-            ready.get_nowait()
+        stop()
 
 
 def _read(
@@ -128,8 +129,15 @@ def _read(
         for batch in batches:
             ready.put(batch)
             if closed.is_set():
+                _empty(ready)
                 return
     except BaseException as e:  # whatever it is, who asked for it shall hear of it
         ready.put(_Ended(e))
     else:
         ready.put(_Ended(None))
+
+
+def _empty(ready: queue.Queue[Any]) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            ready.get_nowait()
