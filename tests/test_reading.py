@@ -40,8 +40,8 @@ def forked(kind):
     return type("Forked", (kind,), {"by_thread": None})
 
 
-def batches(dataset, workers, collate=None, pin=False, order=None):
-    batching = Batching(len(dataset), 8, 4, 5, order is not None, order)
+def batches(dataset, workers, collate=None, pin=False, order=None, shuffle=False):
+    batching = Batching(len(dataset), 8, 4, 5, shuffle or isinstance(order, Blocks), order)
     return map_style(
         dataset, batching, plan(2, 1), 0, 2, 9, collate, workers, pin, tell=pytest.fail
     )
@@ -67,7 +67,7 @@ def test_a_thread_reads_what_processes_read(corpus, boundaries, order):
     collate = packed if boundaries == "cu_seqlens" else None
     light = Tokens(corpus, 64, boundaries=boundaries)
     heavy = forked(Tokens)(corpus, 64, boundaries=boundaries)
-    assert may_be_thread(light, collate, 8) and not may_be_thread(heavy, collate, 8)
+    assert may_be_thread(light, collate, [8]) and not may_be_thread(heavy, collate, [8])
     wanted = said(batches(heavy, 2, collate, order=order))
     assert len(wanted) == 16
     for workers in (0, 1, 2):
@@ -79,23 +79,46 @@ def test_a_thread_reads_what_processes_read(corpus, boundaries, order):
     until(lambda: not readers(), within_s=WITHIN_S)
 
 
+@pytest.mark.parametrize("shuffle", [False, Blocks(16, 2)])
+def test_a_thread_reads_of_a_mixture_what_processes_read(corpus, shuffle):
+    def mixed(kind, **more):
+        sources = {"a": kind(corpus, 64), "b": kind(corpus, 64)}
+        return Mixture(sources, {"a": 3, "b": 1})
+
+    light, heavy = mixed(Tokens), mixed(forked(Tokens))
+    order = light.sample_order(8, 4, shuffle)
+    assert order == heavy.sample_order(8, 4, shuffle)
+    read = batches(light, 2, order=order, shuffle=bool(shuffle))
+    first = next(read)
+    assert len(readers()) == 1
+    wanted = said(batches(heavy, 2, order=order, shuffle=bool(shuffle)))
+    assert said(chain([first], read)) == wanted
+    until(lambda: not readers(), within_s=WITHIN_S)
+
+
 def test_only_where_neighbours_are_read_in_turns(corpus):
     """Else each sample takes a chunk to be hashed, which is for several processes."""
     tokens = Tokens(corpus, 64)
-    assert may_be_thread(tokens, None, 1) and not may_be_thread(tokens, None, 0)
+    assert may_be_thread(tokens, None, [1])
+    assert not may_be_thread(tokens, None, [0]) and not may_be_thread(tokens, None, [])
     shuffled = map_style(
         tokens, Batching(len(tokens), 8, 4, 5, True), plan(2, 1), 0, 1, 9, None, 2, False
     )
     next(shuffled)
     assert not readers()
     mixture = Mixture({"a": tokens, "b": tokens}, {"a": 2, "b": 1})
-    assert not may_be_thread(mixture, None, 8)
+    assert may_be_thread(mixture, None, [8, 4])
+    assert not may_be_thread(mixture, None, [8, 0]) and not may_be_thread(mixture, None, [8])
+    assert not may_be_thread(mixture, None, [8, 1 << 30])
+    mixture.hold(8, (100 << 20) // (64 * 2))
+    assert tokens._reader.chunks.room * tokens.card.chunk_nbytes >= 100 << 20
 
 
 def test_what_is_read_in_turns_is_held(corpus):
     def room(**more):
         tokens = Tokens(corpus, 64, **more)
-        by_thread = tokens.by_thread(in_turns)
+        if by_thread := tokens.by_thread(in_turns):
+            tokens.hold(in_turns)
         return by_thread, tokens._reader.chunks.room * tokens.card.chunk_nbytes
 
     in_turns = (100 << 20) // (64 * 2)  # of 128 bytes each
@@ -136,11 +159,12 @@ def test_who_reads_a_bucket_in_no_order_is_told_what_it_costs(bucket, corpus, tm
 def test_a_run_says_so_once(bucket, tmp_path):
     script, told = tmp_path / "short.py", []
     script.write_text(SHORT)
-    for shuffle in ("yes", "blocks", ""):
-        run = tmp_path / f"by-{shuffle}"
-        found = train(run, 2, bucket, shuffle, tmp_path / "node", script=script)
-        told.append(found.output.count("up to 8 times the bytes"))
-    assert told == [1, 0, 0]
+    for how in ("yes", "blocks", "", "mixture", "mixture-yes", "loader", "loader-yes", "sampler"):
+        run = tmp_path / f"by-{how}"
+        found = train(run, 2, bucket, how, tmp_path / "node", script=script)
+        if found.output.count("up to 8 times the bytes") == 1:
+            told.append(how)
+    assert told == ["yes", "mixture-yes", "loader-yes"]
 
 
 SHORT = """
@@ -149,14 +173,23 @@ run = harness.attach(seed=7)
 model = torch.nn.Linear(64, 1)
 run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9))
 data = harness.data.Tokens(sys.argv[1], 64, cache=sys.argv[3], disk_nbytes=20_000)
-shuffle = sys.argv[2]
-for step in run.steps(
-    data, total=3, global_batch=8, micro_batch=4, shuffle=True if shuffle == "yes" else shuffle or False
-):
-    for x, y in step:
-        step.backward(model(x.float()).square().mean())
-    step.update()
-run.finish()
+how = sys.argv[2]
+if "mixture" in how:
+    data = harness.data.Mixture({"a": data}, {"a": 1})
+more = {"shuffle": how.endswith("yes") or how == "blocks" and how}
+if how == "sampler":
+    more = {"sampler": torch.utils.data.SequentialSampler(data)}
+if "loader" in how or how == "sampler":
+    loader = run.loader(data, global_batch=8, micro_batch=4, **more)
+    for epoch in loader.epochs(2):
+        for x, y in loader:
+            loader.update(model(x.float()).square().mean())
+else:
+    for step in run.steps(data, total=3, global_batch=8, micro_batch=4, **more):
+        for x, y in step:
+            step.backward(model(x.float()).square().mean())
+        step.update()
+    run.finish()
 """
 
 
@@ -173,13 +206,19 @@ def test_what_may_draw_is_left_to_processes(corpus):
         def __len__(self):
             return 64
 
+        def __getitem__(self, i):
+            return i, os.getpid()
+
         def __getitems__(self, indices):
-            return [(i, os.getpid()) for i in indices]
+            return [self[i] for i in indices]
 
     tokens, pixels = Tokens(corpus, 64), Pixels()
-    assert may_be_thread(tokens, None, 8) and may_be_thread(tokens, packed, 8)
-    assert not may_be_thread(tokens, lambda samples: samples, 8)
-    assert not may_be_thread(Noted(corpus, 64), None, 8) and not may_be_thread(pixels, None, 8)
+    assert may_be_thread(tokens, None, [8]) and may_be_thread(tokens, packed, [8])
+    assert not may_be_thread(tokens, lambda samples: samples, [8])
+    assert not may_be_thread(Noted(corpus, 64), None, [8])
+    assert not may_be_thread(pixels, None, [8])
+    mixture = Mixture({"a": tokens, "b": pixels}, {"a": 2, "b": 1})
+    assert not may_be_thread(mixture, None, [8, 8])
     for dataset in (Noted(corpus, 64), pixels):
         pids = {int(pid) for micro in batches(dataset, 2) for pid in micro.data[-1]}
         assert len(pids) == 2 and os.getpid() not in pids

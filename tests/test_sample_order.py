@@ -13,7 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.core.batch import Batching, indices, indices_at, mixed, permute, plan, positions_of
+from harness.core.batch import (
+    Batching,
+    in_turns,
+    indices,
+    indices_at,
+    mixed,
+    permute,
+    plan,
+    positions_of,
+)
 from harness.core.blocks import Blocks, blocks_for
 from harness.core.identity import batching_of, said_of
 from harness.core.mixing import MOST_ROW, MixedOrder, counts_of
@@ -113,6 +122,37 @@ def test_a_node_fetches_its_share(nodes):
     room = len(mine) * blocks.at_once * 33
     alone = fetched(plain, chunk, mine, room, steps // 10)
     assert alone > 2 * b.samples / 10 / chunk * len(mine) / micros  # what blocks are for
+
+
+@pytest.mark.parametrize("micros", [1, 4, 8])
+@pytest.mark.parametrize("shuffle", [False, Blocks(128, 4)])
+@pytest.mark.parametrize("of", ["one", "mixture"])
+def test_who_holds_what_is_read_in_turns_fetches_it_once(of, shuffle, micros):
+    """... with one part in eight besides, and eight chunks, for edges."""
+    chunk, steps = 4, 800
+    if of == "mixture":
+        sources = {"web": range(50_000), "code": range(30_000), "notes": range(20)}
+        b = batches(Mixture(sources, {"web": 7, "code": 3, "notes": 0.01}), 32, 4, shuffle)
+    else:
+        b = Batching(80_000, 32, 4, 3, bool(shuffle), shuffle or None)
+    held = in_turns(b, micros)
+    assert len(held) == (3 if of == "mixture" else 1) and 0 not in held
+    room = sum(int(1.125 * n) // chunk + 8 for n in held)
+    share = steps * b.micro_batch * micros / chunk
+    begun = sum(held) / chunk
+    # in order a step's chunks are shared with who does the others
+    at_most = share * (1.15 if shuffle else min(b.micro_batches / micros, 4)) + begun + 8
+    assert fetched(b, chunk, range(micros), room, steps) <= at_most
+    few = fetched(b, chunk, range(micros), max(1, room // 4), steps)
+    assert not shuffle or few > 1.5 * at_most
+
+
+def test_who_reads_in_no_order_reads_all_in_turns():
+    sources = {"web": range(5000), "notes": range(20)}
+    assert in_turns(Batching(5000, 32, 4, 3), 4) == (0,)
+    assert in_turns(batches(Mixture(sources, {"web": 1, "notes": 1}), 32, 4, True), 4) == (0, 0)
+    tiny = Mixture({"a": range(20), "b": range(30)}, {"a": 1, "b": 1})  # no lane has a block
+    assert in_turns(batches(tiny, 32, 4, "blocks"), 4) == (0, 0)
 
 
 def test_how_well_blocks_mix():

@@ -55,6 +55,9 @@ class SampleOrder(Protocol):
     def indices_at(self, batching: Batching, positions: Int64s) -> Int64s:
         """As the function `indices_at`; a function of (seed, position) alone."""
 
+    def in_turns(self, batching: Batching, lanes: int) -> tuple[int, ...]:
+        """As the function `in_turns`."""
+
     def encoded(self) -> dict[str, Any]:
         """As run.json says it (identity.py)."""
 
@@ -291,6 +294,14 @@ def indices_at(batching: Batching, positions: Int64s) -> Int64s:
         here = epochs == epoch
         out[here] = permute(offsets[here], batching.samples, combined(_ORDER, batching.seed, epoch))
     return out
+
+
+def in_turns(batching: Batching, lanes: int) -> tuple[int, ...]:
+    """Of how many samples that lie together who does so many micro-batches of each step reads some
+    of each in turns: of each source, where the order knows of several. 0: of all."""
+    if batching.order is not None:
+        return batching.order.in_turns(batching, lanes)
+    return (0 if batching.shuffle else lanes * batching.micro_batch,)
 
 
 def permute(offsets: ArrayLike, n: int, key: int, which: Uint64s | None = None) -> Int64s:

@@ -59,6 +59,10 @@ class Blocks:
     def encoded(self) -> dict[str, Any]:
         return {"kind": "blocks", **asdict(self)}
 
+    def in_turns(self, batching: Batching, lanes: int) -> tuple[int, ...]:
+        """As `harness.core.batch.in_turns`."""
+        return (lanes * self.items * self.at_once,)
+
     def indices_at(self, batching: Batching, positions: Int64s) -> Int64s:
         """As `harness.core.batch.indices_at`."""
         b, n, seed = batching, batching.samples, batching.seed

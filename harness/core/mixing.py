@@ -96,6 +96,19 @@ class MixedOrder:
     def encoded(self) -> dict[str, Any]:
         return {"kind": "mixture", **asdict(self)}
 
+    def in_turns(self, batching: Batching, lanes: int) -> tuple[int, ...]:
+        """As `harness.core.batch.in_turns`."""
+        blocked = any(one.blocks for one in self.sources)
+        whole = 0 if batching.shuffle and not blocked else lanes * batching.micro_batch
+        found = []
+        for one in self.sources:
+            if one.blocks is not None:
+                (several,) = one.blocks.in_turns(batching, lanes)
+            else:  # beside others in blocks it is permuted whole, which is little
+                several = one.items if blocked else whole
+            found.append(min(several, one.items))
+        return tuple(found)
+
     def indices_at(self, batching: Batching, positions: Int64s) -> Int64s:
         """As `harness.core.batch.indices_at`."""
         lane, q = self._place(batching, positions)

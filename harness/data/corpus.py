@@ -95,15 +95,17 @@ class CorpusReader:
         """A fingerprint: the same wherever the corpus lies, another for any other content."""
         return f"corpus:{self.card.content}:{self.split.name}:{what}"
 
-    def hold(self, nbytes: int) -> bool:
-        """So many bytes that lie together are read in turns: keep them in memory. False: they are
-        more than may be kept, and nothing has changed."""
-        nbytes += nbytes // SPARE + SPARE * self.index.chunk_nbytes
-        if nbytes > self._most_nbytes:
-            return False
-        self._cache_nbytes = max(self._cache_nbytes, nbytes)
+    def may_hold(self, nbytes: int) -> bool:
+        """May so many bytes that lie together be kept in memory?"""
+        return self._with_spare(nbytes) <= self._most_nbytes
+
+    def hold(self, nbytes: int) -> None:
+        """So many bytes that lie together are read in turns: keep them in memory."""
+        self._cache_nbytes = max(self._cache_nbytes, self._with_spare(nbytes))
         self.chunks.keep(self._cache_nbytes)
-        return True
+
+    def _with_spare(self, nbytes: int) -> int:
+        return nbytes + nbytes // SPARE + SPARE * self.index.chunk_nbytes
 
     def scattered(self, item_nbytes: int, nodes: int) -> str:
         """Why so many nodes that read items of this size all over the corpus fetch many times the
@@ -118,7 +120,7 @@ class CorpusReader:
             f"samples of {item_nbytes} bytes are read in no order from {self._far_url}, where each "
             f"takes a chunk of {self.index.chunk_nbytes}: up to {times:.0f} times the bytes, since "
             f"{caches} of {near / 2**20:.4g} MiB cannot hold all {whole / 2**20:.4g} MiB; "
-            'shuffle="blocks" keeps neighbours together'
+            'run.steps(..., shuffle="blocks") keeps neighbours together'
         )
 
     @property

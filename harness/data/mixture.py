@@ -123,6 +123,19 @@ class Mixture:
             return True
         return any(getattr(one, "draws", True) is not False for one in self.sources.values())
 
+    def by_thread(self, *in_turns: int) -> bool:
+        """See `Tokens.by_thread`; may all its sources be read so?"""
+        if self.draws or len(in_turns) != len(self.sources):
+            return False
+        several = [getattr(one, "by_thread", None) for one in self.sources.values()]
+        return all(one and one(n) for one, n in zip(several, in_turns, strict=True))
+
+    def hold(self, *in_turns: int) -> None:
+        """See `Tokens.hold`; of each source that can."""
+        for one, n in zip(self.sources.values(), in_turns, strict=True):
+            if (hold := getattr(one, "hold", None)) is not None:
+                hold(n)
+
     def source_of(self, i: int) -> tuple[str, int]:
         """(name of the source, which of its items) of an item."""
         if not -len(self) <= i < len(self):

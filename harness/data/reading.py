@@ -5,8 +5,8 @@
 
 Runs in the worker and in a DataLoader's processes; needs no torch (a DataLoader makes tensors of
 the arrays). What `run.steps` asks of a dataset besides: `fingerprint`, `read_ahead`, `draws`,
-`by_thread`, `content_ids`, what it fetches ahead: `pieces`, `ahead_nbytes`, `traffic`; and what
-nodes have for each other: `caches`, `ask_peers`.
+`by_thread`, `hold`, `content_ids`, what it fetches ahead: `pieces`, `ahead_nbytes`, `traffic`; and
+what nodes have for each other: `caches`, `ask_peers`.
 """
 
 from __future__ import annotations
@@ -218,8 +218,12 @@ class Tokens(_LeavesOut, _Ahead):
 
     def by_thread(self, in_turns: int) -> bool:
         """Is reading items so light that a thread of the training's process does best, where so
-        many that lie together are read in turns? What they lie in is held in memory then."""
-        return not self.draws and self._reader.hold(in_turns * self._mean_nbytes)
+        many that lie together are read in turns?"""
+        return not self.draws and self._reader.may_hold(in_turns * self._mean_nbytes)
+
+    def hold(self, in_turns: int) -> None:
+        """Keep in memory what so many items that lie together lie in."""
+        self._reader.hold(in_turns * self._mean_nbytes)
 
     def _items(self, ranges: Ranges) -> list[tuple[np.ndarray[Any, Any], ...]]:
         rows = np.empty((len(ranges), self.length + 1), np.int64)

@@ -86,6 +86,11 @@ class EpochOrder:
     def keeps_neighbours(self) -> bool:
         return self._sampler is None and not self._shuffle
 
+    @property
+    def scatters(self) -> bool:
+        """What a sampler does, nobody knows."""
+        return self._shuffle
+
     def __len__(self) -> int:
         """Samples in an epoch."""
         return self._samples if self._sampler is None else len(self._sampler)

@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 from torch import Tensor, nn
 
-from harness.core.batch import MAX_SAMPLES, Batching, Plan, SampleOrder, plan
+from harness.core.batch import MAX_SAMPLES, Batching, Plan, SampleOrder, in_turns, plan
 from harness.core.blocks import Blocks, blocks_for
 from harness.core.identity import said_of
 from harness.core.traffic import Traffic
@@ -23,7 +23,6 @@ from harness.worker.loader import (
     Stream,
     fingerprint,
     has_contents,
-    in_turns,
     is_map_style,
     map_style,
     read_again,
@@ -57,7 +56,7 @@ class Feed:
         # (step, micro-batch) -> its data; of a map-style dataset
         self.read_again: Callable[[int, int], Any] | None = None
         self._dataset: Any = None
-        self._read: Any = None  # the same, or what a loop of the script's own reads
+        self._read: Any = None  # the same, once it is, or what a loop of the script's own reads
         self._collate: Collate | None = None
         # what run.json says of a loop that is not ours; None: the steps are ours
         self._foreign: dict[str, Any] | None = None
@@ -76,7 +75,7 @@ class Feed:
         refuse_a_part(dataset, self._peers.world)
         agree_on_exclusions(dataset, self._peers)
         samples = len(dataset) if mapped else 1 << 62
-        self._dataset, self._read, self._collate = dataset, dataset, collate
+        self._dataset, self._read, self._collate = dataset, None, collate
         if not mapped and not isinstance(shuffle, bool):
             raise BadInput(
                 f"run.steps(shuffle={shuffle!r}): {type(dataset).__name__} is iterable, so it "
@@ -177,10 +176,8 @@ class Feed:
             read_again, self._dataset, self.batching, collate_fn=self._collate
         )
         pin = self._peers.device.type == "cuda"
-        scattered = not in_turns(self.batching, lanes=1)
-        self._meet(self._dataset, not scattered)
-        if scattered and self._peers.rank == 0 and (why := self._costs_more()):
-            tell(why)
+        scattered = 0 in in_turns(self.batching, lanes=1)
+        self.reads(self._dataset, not scattered, scattered, tell)
         return map_style(
             self._dataset,
             self.batching,
@@ -195,26 +192,30 @@ class Feed:
             tell,
         )
 
-    def _costs_more(self) -> str:
-        """Why samples that lie together should be read together; "": no reason is known."""
-        scattered = getattr(self._dataset, "scattered", None)
-        nodes = -(-self._peers.world // self._processes)
-        return str(scattered(nodes)) if scattered else ""
+    def reads(
+        self, dataset: Any, once: bool, scattered: bool, tell: Callable[[str], object]
+    ) -> None:
+        """What is read from here on. `once`: see `DataPeers`; `tell` hears what it costs if samples
+        are `scattered`."""
+        if self._read is dataset:
+            return
+        self._read = dataset
+        self._meet(dataset, once)
+        costs = getattr(dataset, "scattered", None)
+        if scattered and costs is not None and self._peers.rank == 0:
+            nodes = -(-self._peers.world // self._processes)
+            if why := costs(nodes):
+                tell(str(why))
 
     def ahead(
         self,
-        dataset: Any,
-        once: bool,
         to_come: Iterable[Sequence[int]],
         batches: Iterator[MicroBatch],
         tell: Callable[[str], object],
     ) -> Generator[MicroBatch, None, None]:
         """Micro-batches of a loop of the script's own, for which what they lie in is fetched ahead:
-        indices `to_come`. `once`: see `DataPeers`; `tell` hears of long waits."""
-        if self._read is not dataset:
-            self._read = dataset
-            self._meet(dataset, once)
-        return fetched_ahead(dataset, to_come, self._processes, tell, batches)
+        indices `to_come`. `tell` hears of long waits."""
+        return fetched_ahead(self._read, to_come, self._processes, tell, batches)
 
     def traffic(self) -> Sequence[Traffic]:
         """What this process has read of the data so far, of data that counts it."""

@@ -16,7 +16,16 @@ import dataclasses
 import random
 import sys
 import types
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping, Sized
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+    Sized,
+)
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, TypeAlias
@@ -27,9 +36,7 @@ import xxhash
 from torch.utils.data import Dataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from harness.core.batch import Batching, Plan, indices_at, sample_seed
-from harness.core.blocks import Blocks
-from harness.core.mixing import MixedOrder
+from harness.core.batch import Batching, Plan, in_turns, indices_at, sample_seed
 from harness.core.world import BadInput
 from harness.worker.content_hashes import content_hash, contents_of, feed, spell
 from harness.worker.prefetch import fetched_ahead
@@ -134,8 +141,12 @@ class Reader:
     """Reads samples by position and index: what is drawn in `dataset[i]` depends on the position
     only. `in_turns`: see `may_be_thread`."""
 
-    def __init__(self, dataset: Any, seed: int, collate_fn: Collate | None, in_turns: int = 0):
+    def __init__(
+        self, dataset: Any, seed: int, collate_fn: Collate | None, in_turns: Sequence[int] = ()
+    ):
         self._light = may_be_thread(dataset, collate_fn, in_turns)
+        if self._light and (hold := getattr(dataset, "hold", None)) is not None:
+            hold(*in_turns)
         self._keyed = _Keyed(dataset, seed, collate_fn)
         self._collate = _Collate(collate_fn or (stacked if self._light else default_collate))
 
@@ -198,15 +209,6 @@ def map_style(
     batches = iter(reader.ahead(order, num_workers=num_workers, pin_memory=pin))
     to_come = ([index for _, index in keys] for keys in order)
     yield from fetched_ahead(dataset, to_come, processes, tell, batches)
-
-
-def in_turns(b: Batching, lanes: int) -> int:
-    """Of how many samples that lie together who does so many micro-batches of a step reads some of
-    each in turns; 0: of all."""
-    sources = b.order.sources if isinstance(b.order, MixedOrder) else ()
-    blocks = [b.order, *(one.blocks for one in sources)]
-    mixed = sum(one.items * one.at_once for one in blocks if isinstance(one, Blocks))
-    return lanes * (mixed if b.shuffle or b.order else b.micro_batch)
 
 
 def read_again(dataset: Any, batching: Batching, step: int, micro: int, collate_fn: Any) -> Any:

@@ -176,7 +176,7 @@ class MicroLoader:
         self._front, self._dataset, self._options = front, dataset, options
         self._order = EpochOrder(dataset, sampler, shuffle, front.seed)
         self._told = tokens_per_sample, flops_per_sample
-        in_turns = global_batch if self._order.keeps_neighbours else 0
+        in_turns = (global_batch,) if self._order.keeps_neighbours else ()
         self._reader = Reader(dataset, front.seed, options.pop("collate_fn", None), in_turns)
         self._place: LoaderPlace | None = None
         self._asked: int | None = None  # by `set_epoch`
@@ -266,7 +266,8 @@ class MicroLoader:
         to_come = ([i for _, i in keys] for cut in self.cuts() for _, keys in cut.given)
         once = self._order.keeps_neighbours
         read = iter(self._loader)
-        batches = w.feed.ahead(self._dataset, once, to_come, read, w.run.warn_anywhere)
+        w.feed.reads(self._dataset, once, self._order.scatters, w.run.warn_anywhere)
+        batches = w.feed.ahead(to_come, read, w.run.warn_anywhere)
         try:
             while not self._over():
                 yield from self._one_step(batches)

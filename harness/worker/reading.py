@@ -12,7 +12,7 @@ import contextlib
 import functools
 import queue
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -34,13 +34,16 @@ OF_PROCESSES = (  # options of a DataLoader
 )
 
 
-def may_be_thread(dataset: Any, collate_fn: Any, in_turns: int) -> bool:
+def may_be_thread(dataset: Any, collate_fn: Any, in_turns: Sequence[int]) -> bool:
     """Does nothing of it draw from the generators that training draws from, and is reading it so
-    light that a thread does best? `in_turns`: samples that are read in turns, 0: of all."""
+    light that a thread does best? `in_turns`: samples that are read in turns, of each source; 0: of
+    all."""
     if may_draw(dataset) or may_draw(collate_fn):
         return False
     by_thread = getattr(dataset, "by_thread", None)
-    return in_turns > 0 and by_thread is not None and bool(by_thread(in_turns))
+    if by_thread is None or not in_turns or 0 in in_turns:
+        return False
+    return bool(by_thread(*in_turns))
 
 
 def may_draw(it: Any) -> bool:
