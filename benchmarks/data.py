@@ -118,7 +118,7 @@ def make(spec: str, folder: Path, jobs: int, unit_mib: int) -> None:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    p = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     p.add_argument("--mb", type=int, default=64, help="of text")
     p.add_argument("--jobs", type=int, default=2)
     p.add_argument("--rounds", type=int, default=3)

@@ -154,7 +154,7 @@ def commit(world: int, judge: Judge) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="up to 64 members")
     parser.add_argument("--members", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--ranks", type=int, nargs="+", default=list(WORLDS))

@@ -206,7 +206,7 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    p = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     p.add_argument("--clouds", default="aws,gcp,azure")
     p.add_argument("--soft", type=int, default=40, help="soft notices per cloud")
     p.add_argument("--kills", type=int, default=8, help="drained nodes per cloud")
