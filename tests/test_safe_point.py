@@ -12,11 +12,13 @@ from harness.views.summary import summarize
 from storage.opening import open_store
 
 SCRIPT = """
-import os, sys
+import os, sys, time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import harness
+from storage.opening import open_store
+from storage.snapshots import Snapshots
 
 total, die_at, stop_at, every = map(int, sys.argv[1:])
 run = harness.attach(snapshot_every_steps=2)
@@ -37,7 +39,10 @@ for step in range(begin + 1, total + 1):
     by_step.step()
     shown = loss.detach().clone()
     dist.all_reduce(shown)  # a call of the script's own
-    if step == die_at:
+    if step == die_at:  # steps are so short that the first snapshot may be on its way
+        snapshots, until_s = Snapshots(open_store(os.environ["HARNESS_RUN"])), time.monotonic() + 60
+        while snapshots.latest() is None and time.monotonic() < until_s:
+            time.sleep(0.01)
         os._exit(9)
     if step == stop_at and run.rank == run.world - 1:
         run.stop("it is enough")
