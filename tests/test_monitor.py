@@ -4,6 +4,7 @@ lines elsewhere."""
 import io
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from histories import T0, TOTAL, whole_run
@@ -464,3 +465,12 @@ def test_the_heart_beat_tells():
 def test_the_progress_line_fits_any_state():
     assert progress_line(LiveState(), T0) == "waiting for capacity  step 0"
     assert "step 120/120" in progress_line(state_at(1e6), STORY.t)
+
+
+def test_an_interval_is_said_as_long_as_it_holds():
+    state = state_at(90)
+    ref, last = state.snapshot
+    state.snapshot = ref, replace(last, interval_s=10.0)
+    _, taken_s = state.committed
+    assert "(19 s ago, every 10 s)" in progress_line(state, taken_s + 19)
+    assert "(21 s ago)" in progress_line(state, taken_s + 21)

@@ -187,7 +187,9 @@ def number_rows(state: LiveState, now: float) -> list[tuple[str, str]]:
     if committed:
         age = "" if state.over or taken_s is None else f" ({about(now - taken_s)} ago)"
         every_s = state.snapshot[1].interval_s if state.snapshot and age else 0.0
-        age = age[:-1] + f", every {about(every_s)})" if every_s >= 1 else age
+        # the interval when it was taken: once that has long passed, it is another one by now
+        if every_s >= 1 and taken_s is not None and now - taken_s < 2 * every_s:
+            age = age[:-1] + f", every {about(every_s)})"
         found.append(("snapshot", f"step {committed:,}{age}"))
     if state.refused and not state.training():
         found.append(("refused", f"{state.refused} times"))
