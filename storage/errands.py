@@ -9,13 +9,14 @@ without an active exception". So each is told to stop, and waited for, before th
 from __future__ import annotations
 
 import atexit
+import functools
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
 
-EXIT_S = 5.0  # for all of them at the process' end; who is held up longer waits for no processor
+EXIT_S = 5.0  # for all of them at the process' end; who takes longer waits for a store
 
 _lock = threading.Lock()
 _started: dict[threading.Thread, Callable[[], None]] = {}
@@ -54,8 +55,9 @@ class ErrandThread:
     def __init__(self, name: str):
         errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._errands = errands
-        start_thread(name, lambda: _work(errands), lambda: errands.put(None))
-        weakref.finalize(self, errands.put, None).atexit = False  # `end_threads` sees to it
+        last = functools.partial(errands.put, None)
+        start_thread(name, functools.partial(_work, errands), last)
+        weakref.finalize(self, last).atexit = False  # `end_threads` sees to it
 
     def run(self, errand: Callable[[], None]) -> None:
         """Returns at once. The errand answers for its own errors."""

@@ -71,8 +71,8 @@ class Hold:
             if not self.saver.planned:
                 self.plan(tensors, plain, left_alone(tensors))
             self.sender  # noqa: B018 - starts it
-            nbytes = self.saver.nbytes
-            self._preparing = start_thread("stage", lambda: self._take_memory(nbytes))
+            take = functools.partial(self._take_memory, self.saver.nbytes)
+            self._preparing = start_thread("stage", take)
 
     def plan(
         self, tensors: dict[str, torch.Tensor], plain: dict[str, Any], still: Collection[str]
