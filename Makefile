@@ -22,8 +22,10 @@ TASK ?= sky_tasks/train.yaml
 LAB ?= /var/tmp/harness-lab
 
 DASHBOARDS ?= dashboards.json
+# proofs that are no tests: modules of tests/support
+SUPPORT = PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python -m support
 
-.PHONY: install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test proofs adapters check lint types pythons sim simsystem walk longrun drill meshes manynodes campaign soak audit money clean
+.PHONY: map install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test proofs adapters check lint types pythons sim simsystem walk paths longrun drill meshes manynodes campaign soak audit money clean
 install: $(STAMP)
 $(STAMP): requirements.txt requirements-apart.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned environment wants Python 3.11 or newer, this is " + sys.version + "; make PYTHON=python3.11 ...")'
@@ -39,7 +41,7 @@ train: install  ## train a small GPT on machines that are taken away while you w
 ifneq ($(MARKET),calm)
 	@echo; echo "Now the same training on one node that nothing disturbs, to compare:"
 	$(LAUNCH) --run $(RUN)-calm --nodes 1 --market calm --brief
-	$(BIN)/harness compare $(RUN) $(RUN)-calm
+	$(BIN)/harness runs compare $(RUN) $(RUN)-calm
 endif
 
 plan: install  ## ranked offers, world and first choice of TASK on SkyPilot's clouds; launches nothing (CLOUDS=aws,gcp: without accounts)
@@ -49,41 +51,46 @@ launch: install bucket doctor  ## TASK on SkyPilot's clouds under our recovery l
 	$(BIN)/harness launch $(TASK) --cloud sky --run $(RUN) --nodes $(NODES) $(if $(BUDGET),--budget-usd $(BUDGET)) $(ARGS)
 
 jobs-launch: install bucket  ## the same TASK as a managed job of SkyPilot (costs money): make jobs-launch RUN=s3://...
-	$(BIN)/sky jobs launch $(TASK) --env RUN=$(RUN) --env HARNESS_PRICES="$$($(BIN)/harness prices $(TASK))" $(ARGS)
+	$(BIN)/sky jobs launch $(TASK) --env RUN=$(RUN) --env HARNESS_PRICES="$$($(BIN)/harness market prices $(TASK))" $(ARGS)
 
 down: install bucket  ## stop RUN and end every node of it; proven by asking SkyPilot
 	$(BIN)/harness down $(RUN)
 
 doctor: install  ## is everything in place for a launch of TASK? costs nothing
-	$(BIN)/harness doctor $(TASK) $(if $(filter command% environment%,$(origin RUN)),--run $(RUN))
+	$(BIN)/harness prove doctor $(TASK) $(if $(filter command% environment%,$(origin RUN)),--run $(RUN))
 
 dashboards: install  ## W&B's workspace and report for a project, from code (WANDB_API_KEY; without one their definition is written to DASHBOARDS=dashboards.json)
-	$(BIN)/harness dashboards $(if $(WANDB_API_KEY),,--out $(DASHBOARDS)) $(ARGS)
+	$(BIN)/harness runs dashboards $(if $(WANDB_API_KEY),,--out $(DASHBOARDS)) $(ARGS)
 
 .PHONY: bucket
 bucket:
 	@case "$(RUN)" in *://*) ;; *) echo 'name the run: make $(MAKECMDGOALS) RUN=s3://my-bucket/runs/x'; exit 2;; esac
 
 wandb: install  ## a real training with losses of nodes, workers and publishers, told to W&B on loopback, and read back (some minutes)
-	HARNESS_HEAVY=1 $(BIN)/python -m pytest $(if $(CI),-p no:cacheprovider) tests/test_wandb_training.py
+	HARNESS_HEAVY=1 $(BIN)/python -m pytest $(if $(CI),-p no:cacheprovider) tests/look/test_wandb_training.py
 
 lab: install  ## real SkyPilot on loopback Slurm clusters: everything that can happen to a run (root on Debian 12; half an hour and more)
-	$(BIN)/python tests/lab/lab.py play $(LAB)
+	$(BIN)/python tests/slurm/lab.py play $(LAB)
 
 lab-short: install  ## its first minutes as a test: two nodes, power cuts, the move to the dearer cloud, stop, verify, nothing left
-	HARNESS_LAB=$(LAB) $(BIN)/python -m pytest $(if $(CI),-p no:cacheprovider) tests/test_lab.py
+	HARNESS_LAB=$(LAB) $(BIN)/python -m pytest $(if $(CI),-p no:cacheprovider) tests/slurm/test_lab.py
 
+# make test ROOM=data runs the tests of one room, ROOM=spine those of all rooms that need no other
+SPINE := storage core bucket ledger node notices rendezvous uploader agent worker controller clouds
+TESTS = $(if $(ROOM),$(patsubst %,tests/%,$(subst spine,$(SPINE),$(ROOM))),tests)
+PYTEST = -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider)
 test: install
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider) tests
+	$(BIN)/python $(PYTEST) -m "not proof and not mesh" $(TESTS)
 
-proofs: install  ## slow proofs: long runs, kills of every process, budgets, the simulated system, plain loops, old runs (minutes)
-	HARNESS_PROOFS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider) tests
+proofs: install  ## slow proofs: long runs, kills of every process, budgets, the simulated system, plain loops (minutes)
+	$(BIN)/python $(PYTEST) -m proof $(TESTS)
 
 ADAPTERS := .venv-adapters
 TRAINERS ?= tests/adapters
 ADAPTERS_STAMP := $(ADAPTERS)/.installed-$(shell cat requirements-adapters.txt pyproject.toml | cksum | cut -d' ' -f1)
 adapters: $(ADAPTERS_STAMP)  ## Hugging Face, Accelerate, Lightning and torchtitan scripts, unchanged, on machines that are taken away (minutes)
-	HARNESS_TRAINERS=1 PYTHONPATH=$(CURDIR)/tests $(ADAPTERS)/bin/python -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider) $(TRAINERS)
+	HARNESS_TRAINERS=1 $(ADAPTERS)/bin/python $(PYTEST) $(TRAINERS)
+	$(if $(filter tests/adapters,$(TRAINERS)),PYTHONPATH=$(CURDIR)/tests $(ADAPTERS)/bin/python -m support.reach adapters --record)
 $(ADAPTERS_STAMP): requirements-adapters.txt pyproject.toml
 	$(PYTHON) -m venv $(ADAPTERS)
 	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
@@ -97,43 +104,48 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+map: install  ## docs/MAP.md: a row for each file, from the first sentence of its docstring
+	$(SUPPORT).map
+
 pythons: install  ## the package and its light tests under every Python that is here, of those that pyproject.toml names
-	$(BIN)/python tests/pythons.py $(VENV)/pythons
+	$(SUPPORT).pythons $(VENV)/pythons
 
 sim: install  ## one seed (SEED=413) or many (SEEDS=1000) of the simulated world
-	$(BIN)/harness simulate $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+	$(BIN)/harness market simulate $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
 simsystem: install  ## whole systems simulated: SEEDS=100000 on all cores (JOBS), or one as a timeline (SEED=413)
-	$(BIN)/harness simulate --system $(if $(SEED),--seed $(SEED),--seeds $(if $(filter file,$(origin SEEDS)),100000,$(SEEDS)) --jobs $(or $(JOBS),$(shell nproc)))
+	$(SUPPORT) system $(if $(SEED),--seed $(SEED),--seeds $(if $(filter file,$(origin SEEDS)),100000,$(SEEDS)) --jobs $(or $(JOBS),$(shell nproc)))
 
 walk: install  ## the same weights to the bit over 300 steps in five worlds with kills, DDP and FSDP2; and not so with float sums (30 minutes)
 	$(BIN)/python benchmarks/walk.py --steps 300
+
+paths: install  ## how many files a step, a notice and a bill walk through, beside their ceilings (a minute; ARGS=--files lists them)
+	$(BIN)/python benchmarks/paths.py $(ARGS)
 
 longrun: install  ## a run of a month, and what it costs to look at it, join it and prove it (DAYS=1 for a quick look)
 	$(BIN)/python benchmarks/longrun.py --days $(or $(DAYS),30)
 
 drill: install  ## every fault in every phase (ONLY=worker-kill:step for one cell)
-	$(BIN)/harness drill --seed $(or $(SEED),0) --jobs $(or $(JOBS),2) $(if $(ONLY),--only $(ONLY))
+	$(BIN)/harness prove drill --seed $(or $(SEED),0) --jobs $(or $(JOBS),2) $(if $(ONLY),--only $(ONLY))
 
-# test_meshes.py is one of the proofs as well, and CI has run those
-MESHES := meshes context expert_worlds fine_tuned from_peers memory pipelines reshard_meshes tensor_parallel zero
 meshes: install  ## models on meshes of up to eight ranks: equal to one rank's, resharded, with nodes that come and go (many minutes)
-	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider) $(patsubst %,tests/test_%.py,$(filter-out $(if $(CI),meshes),$(MESHES)))
+	$(BIN)/python $(PYTEST) -m "mesh$(if $(CI), and not proof)" tests/meshes  # CI has run the proofs
+	$(SUPPORT).reach meshes --record
 
 manynodes: install  ## 1 to 256 simulated members and snapshots of up to 1,024 ranks: seconds, requests, connections, beside their targets
 	$(BIN)/python benchmarks/manynodes.py
 
 campaign: install  ## POINTS=500 kills of writer, uploader and agent each, every store call failing once, damage of every class; not in CI
-	$(BIN)/python -m harness.proof.kills --points $(or $(POINTS),500) --seed $(or $(SEED),0) --jobs $(or $(JOBS),2)
+	$(SUPPORT).kill_campaign --points $(or $(POINTS),500) --seed $(or $(SEED),0) --jobs $(or $(JOBS),2)
 
 soak: install  ## FAULTS=2000 kills, pauses and store faults over RUNS=4 led runs; memory, files and threads of every seat; not in CI
-	$(BIN)/harness drill --soak $(FAULTS) --soak-runs $(or $(RUNS),4) --seed $(or $(SEED),0)
+	$(SUPPORT) soak $(FAULTS) --runs $(or $(RUNS),4) --seed $(or $(SEED),0)
 
 audit: install  ## all that a hostile day does, as a table of figures; fails unless all of it is handled (some minutes)
-	$(BIN)/python tests/hostile_day.py
+	$(SUPPORT).hostile_day
 
 money: install  ## SEEDS=10000 simulated runs with slow and lying clouds and dying controllers: no budget is broken, nothing leaks
-	$(BIN)/harness simulate --money $(if $(SEED),--seed $(SEED),--seeds $(if $(filter file,$(origin SEEDS)),10000,$(SEEDS)) --jobs $(or $(JOBS),$(shell nproc)))
+	$(SUPPORT) money $(if $(SEED),--seed $(SEED),--seeds $(if $(filter file,$(origin SEEDS)),10000,$(SEEDS)) --jobs $(or $(JOBS),$(shell nproc)))
 
 clean:
 	rm -rf $(VENV) $(ADAPTERS) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

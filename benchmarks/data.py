@@ -31,10 +31,10 @@ from pathlib import Path
 
 import data_reading
 
-from harness.data.documents import DocumentRules, pieces
-from harness.data.prepare import PreparePlan, prepare
-from harness.data.tokenizing import tokenizer_of
-from harness.data.unit_maker import BATCH_LETTERS, CorpusSettings
+from harness.data.prepare.documents import DocumentRules, pieces
+from harness.data.prepare.prepare import PreparePlan, prepare
+from harness.data.prepare.shard_writer import BATCH_LETTERS, CorpusSettings
+from harness.data.prepare.tokenizers import tokenizer_of
 
 FILE_NBYTES = 1_000_000
 

@@ -40,7 +40,7 @@ def child(gib: int, workers: int) -> float:
     import torch
 
     from harness.core.batch import Batching, plan
-    from harness.worker.loader import map_style
+    from harness.worker.batches.loader import map_style
 
     warnings.simplefilter("ignore")  # that there are fewer processors
     held: list[Any] = [torch.ones(1 << 28) for _ in range(gib)]

@@ -27,8 +27,8 @@ from typing import Any
 from data_reading import BUCKET, SHARD_NBYTES, batching_of, throttled, write_corpus
 
 from harness.core.batch import plan
-from harness.core.traffic import PEER
-from storage.opening import open_store
+from harness.core.read_traffic import PEER
+from storage.stores.store_urls import open_store
 
 SECRET = "benchmark"
 WAIT_S = 120.0  # for the other nodes
@@ -37,10 +37,10 @@ WAIT_S = 120.0  # for the other nodes
 def node(me: int, a: argparse.Namespace, url: str, folder: Path, meet: Any, said: Any) -> None:
     """One of them: `meet`: all nodes, at each step."""
     import harness
-    from harness.uploader.holders import Homes
-    from harness.worker.loader import map_style
-    from storage.folder_tiers import FolderTier
-    from storage.peers import DATA, ChunkServer, PeerTier
+    from harness.uploader.node_tiers import Homes
+    from harness.worker.batches.loader import map_style
+    from storage.tiers.folder_tier import FolderTier
+    from storage.tiers.peer_transport import DATA, ChunkServer, PeerTier
 
     cache, bound = folder / f"node{me}", int(a.gb * 1e9 * a.cache)
     data = harness.data.Tokens(url, a.length, cache=str(cache), disk_nbytes=bound)
@@ -120,9 +120,11 @@ def main() -> None:
     p.add_argument("--rounds", type=int, default=3)
     a = p.parse_args()
     a.gb = max(a.gb, SHARD_NBYTES / 1e9)
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    tree = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(tree), str(tree / "tests")]
     import boto3
-    import buckets
+
+    from support import buckets
 
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-weed-")))

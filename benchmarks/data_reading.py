@@ -28,7 +28,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from harness.core.batch import Batching, plan
-from harness.core.blocks import blocks_for
+from harness.core.sample_order import blocks_for
 from harness.data.card import (
     CARD,
     CHUNK_NBYTES,
@@ -42,8 +42,8 @@ from harness.data.card import (
     index_key,
     shard_key,
 )
-from storage.objects import ObjectStore, read_into
-from storage.opening import open_store
+from storage.stores.objects import ObjectStore, read_into
+from storage.stores.store_urls import open_store
 
 BUCKET, SHARD_NBYTES, VOCABULARY = "bench-data", 64 << 20, 50_000
 COPY_AT_ONCE, COPY_NBYTES = 10, 8 << 20  # as `aws s3 cp` has them
@@ -152,7 +152,7 @@ def batching_of(a: argparse.Namespace, data: Any) -> Batching:
 
 def read_ours(url: str, a: argparse.Namespace, folder: Path) -> Iterator[Any]:
     import harness
-    from harness.worker.loader import map_style
+    from harness.worker.batches.loader import map_style
 
     cache = None if url.startswith("file:") else str(folder)
     data = harness.data.Tokens(url, a.length, cache=cache, disk_nbytes=int(a.gb * 1e9 * a.cache))
@@ -241,7 +241,7 @@ def child(way: str, url: str, a: argparse.Namespace, folder: Path) -> dict[str, 
 
         boto3.client("s3")
     else:
-        import storage.fast  # noqa: F401
+        import storage.stores.obstore_store  # noqa: F401
     cpu_before_s, began_s = time.process_time(), time.perf_counter()
     batches = READERS[way](url, a, folder)
     next(batches)
@@ -288,8 +288,9 @@ def newcomer(
 
 
 def measure(a: argparse.Namespace) -> None:
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    import buckets
+    tree = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(tree), str(tree / "tests")]
+    from support import buckets
 
     ways = [way for way in WAYS if way in a.ways.split(",")]
     with contextlib.suppress(ImportError):
@@ -398,8 +399,11 @@ def told(a: argparse.Namespace, rows: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def main() -> None:
-    way, url, folder, said = sys.argv[1:]
-    found = child(way, url, argparse.Namespace(**json.loads(said)), Path(folder))
+    parser = argparse.ArgumentParser(description="One reader, which benchmarks/data.py starts.")
+    for name in ("way", "url", "folder", "said"):
+        parser.add_argument(name)
+    a = parser.parse_args()
+    found = child(a.way, a.url, argparse.Namespace(**json.loads(a.said)), Path(a.folder))
     print(json.dumps(found))
 
 

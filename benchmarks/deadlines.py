@@ -1,8 +1,8 @@
 """What keeping a deadline costs: `deadline` beside Uniform Progress, greedy and the omniscient
-optimum, through the real recovery loop, on made-up markets (`market/made_up.py`, whose kinds of
-spells and weather `deadline` was not chosen on). 48 h of work, a changeover of 10 min, nothing
-known at the beginning. Prints the sum of the bills as a multiple of the optimum's, with the error
-of that ratio over markets, and deadlines missed. No network, no account.
+optimum, through the real recovery loop, on made-up markets (`planner/synthetic_market.py`, whose
+kinds of spells and weather `deadline` was not chosen on). 48 h of work, a changeover of 10 min,
+nothing known at the beginning. Prints the sum of the bills as a multiple of the optimum's, with
+the error of that ratio over markets, and deadlines missed. No network, no account.
 
 With `--swing`, prices of spot wander with that standard deviation of their logarithm, and
 `deadline` is beside itself where it takes prices as they are.
@@ -17,13 +17,12 @@ import dataclasses
 
 import numpy as np
 
-from harness.controller.deadline import deadline
+from harness.controller.deadline_policy import deadline
 from harness.core.world import Decision, View
-from harness.market.made_up import CALM, ROUGH, make_up, usual_zones
-from harness.market.traces import ZoneTrace
-from harness.proof.market_replay import ReplayJob
-from harness.proof.market_runs import run_table
-from harness.proof.market_table import MarketRow
+from harness.planner.market_nodes import ReplayJob
+from harness.planner.policy_table import MarketRow, run_table
+from harness.planner.synthetic_market import CALM, ROUGH, make_up, usual_zones
+from harness.planner.traces import ZoneTrace
 
 WORK_H, TICK_S = 48.0, 600.0
 POLICIES = ("deadline", "uniform_progress", "greedy")

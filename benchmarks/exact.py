@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 from gpt import GPT, SIZES
 
-from harness.worker.exact import exact_strategy_for
-from harness.worker.parallel import strategy_for
-from harness.worker.sharding import shard
+from harness.worker.gradients.exact_sums import exact_strategy_for
+from harness.worker.gradients.parallel import strategy_for
+from harness.worker.gradients.sharding import shard
 
 # plain: DistributedDataParallel or FSDP2 as torch ships them
 WAYS = ("fast", "exact", "exact32", "plain")

@@ -21,14 +21,13 @@ import statistics
 import numpy as np
 from deadlines import over, prices_stand_still
 
-from harness.controller.deadline import deadline
-from harness.market.made_up import CALM, ROUGH, MadeUpZone, make_up
-from harness.market.traces import ZoneTrace
-from harness.market.wandering import PricePath
-from harness.proof.market_quick import play
-from harness.proof.market_replay import ReplayJob
-from harness.proof.market_runs import run_table
-from harness.proof.market_table import BEST_FIXED, FIXED
+from harness.controller.deadline_policy import deadline
+from harness.controller.forecast.price_process import PricePath
+from harness.planner.fast_replay import play
+from harness.planner.market_nodes import ReplayJob
+from harness.planner.policy_table import BEST_FIXED, FIXED, run_table
+from harness.planner.synthetic_market import CALM, ROUGH, MadeUpZone, make_up
+from harness.planner.traces import ZoneTrace
 
 NODES, BLOCKS, TICK_S = 16, 8, 600.0  # machines come and go in blocks of two
 POLICIES = ("deadline", "uniform_progress", "greedy", BEST_FIXED)

@@ -6,7 +6,7 @@ besieged in turns. No assertions.
 
 One `harness launch` trains with peers' chunks and Prometheus endpoints on; every turn takes
 `--seconds`, and in every second one another process floods, holds, drips and says garbage at all
-ports that the harness listens on (`harness/proof/strangers.py`). A ratio is the median step of a
+ports that the harness listens on (`tests/support/port_floods.py`). A ratio is the median step of a
 besieged turn by that of the quiet turn before it; the first quiet turn is not counted. The
 attackers share this machine's cores with the training: their processor time is told beside, so on
 few cores the ratio is an upper bound. Look at `uptime` before you believe it.
@@ -49,7 +49,7 @@ workdir: {folder}
 resources: {{use_spot: true, accelerators: L4:1}}
 envs: {{RUN: null}}
 run: |
-  exec harness run --run "$RUN" --peer-tier memory --prometheus 127.0.0.1:0 -- {folder}/train.py
+  exec harness run --run "$RUN" --set peer_tier=memory --prometheus 127.0.0.1:0 -- {folder}/train.py
 """
 
 
@@ -62,7 +62,7 @@ def ports(folder: Path) -> list[str]:
             here = str(folder) in line or environ.get("HARNESS_NODE_DIR", "").startswith(
                 str(folder)
             )
-            if not here or "harness.worker.process" in line:
+            if not here or "harness.node.forkserver" in line:
                 continue
             listening = [c for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
             found += [f"{c.laddr.ip}:{c.laddr.port}" for c in listening]
@@ -116,7 +116,8 @@ def main() -> None:
             while len(moments(folder)) < 50:
                 assert launch.poll() is None, (folder / "log").read_text()
                 time.sleep(0.5)
-            siege = [sys.executable, "-m", "harness.proof.strangers", *ports(folder)]
+            strangers = Path(__file__).resolve().parents[1] / "tests/support/port_floods.py"
+            siege = [sys.executable, str(strangers), *ports(folder)]
             siege += ["--rate", str(flags.rate), "--hold", str(flags.hold), "--seconds", "3600"]
             turn(folder, flags.seconds, [])
             ratios = []

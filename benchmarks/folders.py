@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from storage.files import FileStore
+from storage.stores.folder_store import FileStore
 
 SMALL = 30  # calls of each kind in a round
 

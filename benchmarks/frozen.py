@@ -24,10 +24,11 @@ from pathlib import Path
 
 import torch
 
-from harness.worker.hold import Hold
-from storage import Ref, Snapshots, dcp, open_store
-from storage.copying import Filled
-from storage.upload import Uploader, UploadJob
+from harness.worker.snapshotter import StagingBuffers
+from storage import Ref, Snapshots, open_store
+from storage.snapshots.upload import Uploader, UploadJob
+from storage.tensors import dcp
+from storage.tensors.dcp import Filled
 
 SIDE, RANK = 2048, 16  # of a square matrix of the base, and of its adapter
 
@@ -50,7 +51,7 @@ class Worker:
         self.saver.plan(self.tensors, self.still)
         self.buffers = [torch.zeros(self.saver.nbytes, dtype=torch.uint8) for _ in range(2)]
         self.filled = [Filled(), Filled()]
-        self.hold = Hold(None, None, None)  # type: ignore[arg-type]
+        self.hold = StagingBuffers(None, None, None)  # type: ignore[arg-type]
         self.uploader, self.step = Uploader(self.store), 0
 
     def save(self) -> tuple[float, float, int]:

@@ -32,15 +32,16 @@ from pathlib import Path
 import torch
 import xxhash
 
-import storage.parts
-import storage.upload
-from storage import Manifest, Ref, Snapshots, dcp, open_store
-from storage.folder_tiers import FolderTier
-from storage.loading import load
-from storage.parts import BLAKE3, CHUNK_NBYTES, chunk_hash
-from storage.retention import Keep
-from storage.tiers import Tiered, blocks
-from storage.upload import Uploader, UploadJob
+import storage.snapshots.manifest
+import storage.snapshots.upload
+from storage import Manifest, Ref, Snapshots, open_store
+from storage.snapshots.manifest import BLAKE3, CHUNK_NBYTES, chunk_hash
+from storage.snapshots.retention import Keep
+from storage.snapshots.upload import Uploader, UploadJob
+from storage.tensors import dcp
+from storage.tensors.loading import load
+from storage.tiers.folder_tier import FolderTier
+from storage.tiers.tiers import Tiered, blocks_of_part
 
 # all under one prefix, so that each is asked again when its chunks are read
 FUNCTIONS: dict[str, Callable[[bytes | memoryview], str]] = {
@@ -82,7 +83,7 @@ class Node:
         data, ref, told = self.buffer.numpy().data, Ref(1, self.step), threading.Event()
         with clocked(found, "alone"):
             for start in range(0, self.nbytes, CHUNK_NBYTES):
-                storage.parts.chunk_hash(data[start : start + CHUNK_NBYTES])
+                storage.snapshots.manifest.chunk_hash(data[start : start + CHUNK_NBYTES])
         layout = staged.layout
         job = UploadJob(ref, 0, 1, "t", dict(layout.files), layout.index, {}, weights="model/")
         with clocked(found, "snapshot"):
@@ -104,7 +105,7 @@ class Node:
 
     def fill(self, manifest: Manifest) -> None:
         for part in manifest.parts:
-            for chunks in blocks(part, memoryview(self.store.get(part.key))):
+            for chunks in blocks_of_part(part, memoryview(self.store.get(part.key))):
                 self.near.put(chunks)
 
 
@@ -120,7 +121,7 @@ def main() -> None:
         for i in range(args.rounds + 1):
             loads.append(os.getloadavg()[0])
             for name in names[i % len(names) :] + names[: i % len(names)]:
-                for module in (storage.parts, storage.upload):
+                for module in (storage.snapshots.manifest, storage.snapshots.upload):
                     vars(module)["chunk_hash"] = FUNCTIONS[name]
                 rows.setdefault(name, []).append(node.round())
     print(

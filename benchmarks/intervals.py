@@ -16,9 +16,8 @@ import json
 import random
 from typing import Any
 
-from harness.core.losses import RunLosses
-from harness.worker.machine import Interval
-from harness.worker.rhythm import Rhythm
+from harness.core.loss_rates import RunLosses
+from harness.worker.snapshot_timer import Interval, Rhythm
 
 WAYS = ("assumed", "learned", "known")
 MEANS_H = (0.1, 0.25, 1.0, 4.0, 20.0, 100.0)

@@ -33,20 +33,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.bucket.archive import Compactor
+from harness.bucket.archive import Compactor, RecordCompactor
 from harness.bucket.journal import Journal
 from harness.bucket.layout import MEMBERS, Epoch, Member, epoch_key
-from harness.bucket.recorded import RecordCompactor
 from harness.core import facts as f
-from harness.core import records as rec
+from harness.core import step_records as rec
 from harness.core.batch import Batching, Uint64s, expected_digests, plan
-from harness.core.values import canonical, digest
 from harness.core.world import Offer
-from harness.uploader.keeper import REST_S, SELDOM
-from storage.files import FileStore, MemoryStore
-from storage.manifest import Ref
-from storage.objects import ObjectStore
-from storage.snapshots import Snapshots
+from harness.uploader.archiver import REST_S, SELDOM
+from storage.canonical_json import canonical, digest
+from storage.snapshots.manifest import Ref
+from storage.snapshots.snapshots import Snapshots
+from storage.stores.folder_store import FileStore, MemoryStore
+from storage.stores.objects import ObjectStore
+
+TREE = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TREE), str(TREE / "tests")]  # where `support` is
 
 T0, DAY_S = 1_767_225_600.0, 86400.0
 STEP_S, SNAPSHOT_STEPS, FLUSH_S = 1.81, 150, 10.0
@@ -331,7 +333,7 @@ def now_s(store: Slow) -> float:
 
 # ---- measuring -----------------------------------------------------------------------------------
 def status(store: Slow) -> dict[str, Any]:
-    from harness.views.monitor import status
+    from harness.look.reports.live_view import status
 
     found = status(store, watch_s=0.0, now=lambda: now_s(store))
     return {k: found[k] for k in ("step", "loss", "attempts")}
@@ -341,7 +343,7 @@ def live(store: Slow) -> dict[str, Any]:
     """The first look, and the most requests of any of the next polls while the run goes on."""
     from rich.console import Console
 
-    from harness.views.monitor import LiveView
+    from harness.look.reports.live_view import LiveView
 
     view = LiveView(store, Console(quiet=True))
     view.read()
@@ -363,8 +365,8 @@ def live(store: Slow) -> dict[str, Any]:
 def report(store: Slow) -> dict[str, Any]:
     from rich.console import Console
 
-    from harness.views.report import print_report, write_html
-    from harness.views.summary import summarize
+    from harness.look.reports.report import print_report, write_html
+    from harness.look.reports.summary import summarize
 
     summary = summarize(store, lambda: now_s(store))
     with open(os.devnull, "w") as nowhere:
@@ -377,14 +379,14 @@ def report(store: Slow) -> dict[str, Any]:
 def takeover(store: Slow) -> dict[str, Any]:
     """From the call until the first round has looked at everything, after a clean end of the
     controller before it (else the lease's time is waited for)."""
-    from harness.bucket.lease import Lease
+    from harness.bucket.controller_lease import Lease
     from harness.cli.common import RealClock
-    from harness.controller.book import Book
+    from harness.ledger.attempts import AttemptHistory
 
     clock = RealClock()
     lease, journal = Lease(store, clock, "me"), Journal(store, "controller-new", clock.now)
     lease.acquire()
-    book = Book.of(journal.read(), random.Random(0))
+    book = AttemptHistory.of(journal.read(), random.Random(0))
     newest = Snapshots(store).latest()
     lease.release()
     for key in store.inner.list("lease/000002"):
@@ -401,9 +403,9 @@ class Ears:
     def tell(self, record: bytes) -> None: ...
 
     def heard(self, name: str) -> Any:
-        from harness.agent.lines import Heard
+        from harness.rendezvous.peer_heartbeats import PeerStatus
 
-        return Heard(up=True, seen=True)
+        return PeerStatus(up=True, seen=True)
 
     def all_up(self) -> bool:
         return True
@@ -415,15 +417,15 @@ class Ears:
     def doubt(self, name: str) -> None: ...
 
     def overheard(self) -> Any:
-        from harness.agent.gossip import Overheard
+        from harness.rendezvous.gossip import GossipReport
 
-        return Overheard()
+        return GossipReport()
 
 
 def newcomer(store: Slow) -> dict[str, Any]:
     """Until it is known to the others, and knows the newest epoch and its neighbours; in a big
     world it hears of all others over its lines to these."""
-    from harness.agent.rendezvous import Rendezvous
+    from harness.rendezvous.rendezvous import Rendezvous
 
     me = Member("m9999-new", "ready", 0, "127.0.0.1", 9, 29500, 1, 9999)
     rendezvous = Rendezvous(store, me, Ears())
@@ -435,8 +437,8 @@ def newcomer(store: Slow) -> dict[str, Any]:
 
 def verify(store: Slow) -> dict[str, Any]:
     """By as many processes as there are cores; then again, with what the first has remembered."""
-    from harness.views.audit import audit
-    from harness.views.proving import Prover
+    from harness.look.audit.audit import audit
+    from harness.look.audit.proof_cache import Prover
 
     with tempfile.TemporaryDirectory() as folder:
         prover = Prover(os.cpu_count() or 1, Path(folder) / "proofs")
@@ -514,8 +516,8 @@ def costs(maker: Maker) -> None:
 
 def rendezvous(nodes: int, calm_s: float = 120.0) -> dict[str, float]:
     """Requests per node and day of members that train and hear each other: the real rendezvous
-    under a virtual clock (proof/crowd.py)."""
-    from harness.proof.crowd import Crowd
+    under a virtual clock (tests/support/rendezvous_crowd.py)."""
+    from support.rendezvous_crowd import Crowd
 
     crowd = Crowd(seed=nodes, min_members=nodes)
     names = [f"m{i:04d}-{i:06x}" for i in range(1, nodes + 1)]

@@ -5,7 +5,8 @@ what the commit of a snapshot of many ranks costs.
     python benchmarks/manynodes.py --quick         # up to 64 members
 
 The members are simulated: the real rendezvous and the real lines under a virtual clock
-(harness/proof/crowd.py), 30 ms for each request of the bucket, 1 ms over the network. Seconds are
+(tests/support/rendezvous_crowd.py), 30 ms for each request of the bucket,
+1 ms over the network. Seconds are
 virtual, CPU is real and of all members together. The commit is the real one, in real time, on a
 store in memory whose every request takes 30 ms. Each figure stands beside its target, with yes or
 NO; the exit status is 1 if there is a NO.
@@ -20,13 +21,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from longrun import Slow
+from longrun import Slow  # and finds `support`
 
-from harness.proof.crowd import REQUEST_S, Crowd
-from storage.files import MemoryStore
-from storage.groups import groups
-from storage.manifest import Ref
-from storage.snapshots import Snapshots
+from storage.snapshots.manifest import Ref
+from storage.snapshots.snapshots import Snapshots, groups
+from storage.stores.folder_store import MemoryStore
+from support.rendezvous_crowd import REQUEST_S, Crowd
 
 SIZES = (1, 2, 8, 16, 17, 64, 128, 256)
 WORLDS = (8, 100, 1024)

@@ -6,20 +6,21 @@ thousand offers. Prints seconds of CPU; made-up markets, no network, no account.
 
 from __future__ import annotations
 
+import argparse
 import random
 import resource
-import sys
 import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from harness.controller import policies
-from harness.core.known import Knowledge
+from harness.core.estimates import Estimates
 from harness.core.world import Offer, View
-from harness.market.traces import ZoneTrace
-from harness.proof.market_replay import ReplayJob, replay
-from harness.proof.market_table import policy_named
+from harness.planner.market_nodes import ReplayJob
+from harness.planner.market_replay import replay
+from harness.planner.policy_table import policy_named
+from harness.planner.traces import ZoneTrace
 
 TICK_S = 600.0
 
@@ -46,7 +47,7 @@ def decisions(offers: int) -> None:
     """One decision, with so many offers; the mean of ten."""
     found = tuple(sorted(Offer(1 + i % 977, f"c/r{i % 40}/z{i}", place=f"r{i % 40}")
                          for i in range(offers)))  # fmt: skip
-    known = Knowledge(total_steps=1000, work=48 * 3600.0, deadline_s=60 * 3600.0)
+    known = Estimates(total_steps=1000, work=48 * 3600.0, deadline_s=60 * 3600.0)
     for name in ("cheapest", "best_value", "deadline"):
         policy = policies.resolve(name)
         began_s = time.process_time()
@@ -57,7 +58,9 @@ def decisions(offers: int) -> None:
 
 
 def main() -> None:
-    quick = "--quick" in sys.argv[1:]
+    parser = argparse.ArgumentParser(description="How fast markets are replayed.")
+    parser.add_argument("--quick", action="store_true", help="48 hours and decisions only")
+    quick = parser.parse_args().quick
     both = ("uniform_progress", "deadline")
     timed("48 h, 1 node", ReplayJob(48, 60), 1, both)
     timed("48 h, 1 to 16 nodes", ReplayJob(48, 60, (1, 16)), 16, both)

@@ -29,8 +29,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import harness
-from harness.worker.peak_memory import PeakMemory
-from harness.worker.sharding import fsdp_groups
+from harness.worker.gradients.sharding import fsdp_groups
+from harness.worker.step_timing import PeakMemory
 
 MB = 1e6
 

@@ -31,12 +31,12 @@ from torch import nn
 
 import harness
 from harness.core.mesh import parse
-from harness.worker.training import between_updates
+from harness.worker.training_state import between_updates
 from storage import Ref, Snapshots, open_store
-from storage.dcp import Saver
-from storage.objects import ObjectStore
-from storage.trees import split
-from storage.upload import Uploader, UploadJob, UploadOutcome
+from storage.snapshots.upload import Uploader, UploadJob, UploadOutcome
+from storage.stores.objects import ObjectStore
+from storage.tensors.dcp import Saver
+from storage.tensors.state_tree import split
 
 MESHES = "dp_shard=1 x 1,dp_shard=2 x 1,dp_shard=2 x 2,dp_shard=2 x 3,dp_shard=2 x 4"
 
@@ -113,8 +113,9 @@ def rank_saves(flags: argparse.Namespace, folder: str) -> list[float]:
 
 def world_saves(flags: argparse.Namespace, words: str, world: int, folder: str) -> float:
     """The median of rounds, by rank 0."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    from worlds import fork, free_port
+    tree = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(tree), str(tree / "tests")]
+    from support.worlds import fork, free_port
 
     port = free_port()
 

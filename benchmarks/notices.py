@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.bucket.journal import Follower
-from harness.clouds.metadata import MetadataServer, environment_of, protocol_of
 from harness.core.facts import (
     EpochStarted,
     Fact,
@@ -44,7 +43,8 @@ from harness.core.facts import (
     Stamped,
     StepDone,
 )
-from storage.opening import open_store
+from harness.local.metadata_server import MetadataServer, environment_of, metadata_service
+from storage.stores.store_urls import open_store
 
 ROOT = Path(__file__).resolve().parent.parent
 AGREE_S, COMMIT_S = 1.0, 25.0
@@ -79,7 +79,7 @@ class Scene:
 
     def start(self) -> Node:
         number = len(self.nodes) + 1
-        server = MetadataServer(protocol_of(self.cloud, f"vm-{number}"))
+        server = MetadataServer(metadata_service(self.cloud, f"vm-{number}"))
         clean = {
             k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "AWS_", "GCE_"))
         }

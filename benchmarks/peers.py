@@ -1,5 +1,6 @@
-"""What it costs to encrypt what nodes tell each other (`--peer-encrypt`): chunks of 4 MiB left with
-a peer and read from it, over loopback, plain and sealed in turn. No assertions, no network.
+"""What it costs to encrypt what nodes tell each other (the setting peer_encrypt): chunks of 4 MiB
+left with a peer and read from it, over loopback, plain and sealed in turn. No assertions, no
+network.
 
     python benchmarks/peers.py
     python benchmarks/peers.py --mb 4000
@@ -19,10 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from storage.chunks import chunk_id
-from storage.folder_tiers import FolderTier
-from storage.manifest import Part
-from storage.peers import ChunkServer, PeerTier
+from storage.snapshots.manifest import Part, chunk_id
+from storage.tiers.folder_tier import FolderTier
+from storage.tiers.peer_transport import ChunkServer, PeerTier
 
 Row = tuple[float, float, float, float]  # seconds and processor seconds of put, and of get
 

@@ -3,13 +3,13 @@ loop: milliseconds of one core, the best of fifteen. `python benchmarks/policies
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import random
-import sys
 import time
 
-from harness.controller import policies
-from harness.core.known import CapacitySeen, Knowledge, Spell, StepPace
+from harness.controller import combinators, policies
+from harness.core.estimates import CapacitySeen, Estimates, Spell, StepPace
 from harness.core.world import Offer, Policy, View
 from harness.testing import situation, up
 
@@ -41,10 +41,10 @@ def market(rng: random.Random) -> tuple[Offer, ...]:
     )
 
 
-def learned(offers: tuple[Offer, ...], rng: random.Random) -> Knowledge:
+def learned(offers: tuple[Offer, ...], rng: random.Random) -> Estimates:
     """Much: a tenth of the offers has a history."""
     spells = tuple(Spell(bool(n % 2), 3600.0, True) for n in range(64))
-    return Knowledge(
+    return Estimates(
         total_steps=1000,
         work=1e6,
         micro_batches=64,
@@ -77,13 +77,13 @@ def main(names: list[str]) -> None:
     blocked = {o.name: rng.choice((10.0, 1e6)) for o in rng.sample(offers, 3000)}
     there = tuple(up(n, next(o for o in offers[::-1] if o.gpus == 8)) for n in range(1, NODES))
     at = {"offers": offers, "blocked": blocked, "max_nodes": NODES, "now_s": 5e3}
-    views = [situation(known=known, **at) for known in (Knowledge(), learned(offers, rng))]
+    views = [situation(known=known, **at) for known in (Estimates(), learned(offers, rng))]
     rows: dict[str, Policy] = {name: policies.resolve(name) for name in names or POLICIES}
-    rows["together(best_value)"] = policies.together(policies.best_value)
+    rows["together(best_value)"] = combinators.together(policies.best_value)
     print(f"{'':52} nothing known      learned")
     for name, inner in rows.items():
-        policy = policies.within_budget(policies.replacing(inner), usd=1e9)
-        policy = policies.within_hours(policy, hours=1e6)
+        policy = combinators.within_budget(combinators.replacing(inner), usd=1e9)
+        policy = combinators.within_hours(policy, hours=1e6)
         worst = [
             max(milliseconds(policy, dataclasses.replace(v, alive=some)) for some in ((), there))
             for v in views
@@ -92,4 +92,6 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description="What a decision costs.")
+    parser.add_argument("names", nargs="*", help="policies; default: all")
+    main(parser.parse_args().names)

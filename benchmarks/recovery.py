@@ -180,8 +180,8 @@ class System:
                 str(self.folder / "run"),
                 "--nproc",
                 str(self.nproc),
-                "--gpu-health",
-                "off",
+                "--set",
+                "gpu_health=off",
                 "--",
             ]
         else:
@@ -336,9 +336,9 @@ def parts(s: System, t0: float, line: Line) -> dict[str, float]:
     facts. Seconds each."""
     found, last = {}, t0
     if s.name == "harness":
-        from harness.bucket.journal import read_facts
+        from harness.bucket.archive import read_facts
         from harness.core.facts import EpochLeft, EpochStarted
-        from storage.opening import open_store
+        from storage.stores.store_urls import open_store
 
         time.sleep(2.5)  # facts are written every second
         facts = [f for f in read_facts(open_store(str(s.folder / "run"))) if f.t > t0]

@@ -59,20 +59,20 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from harness.node.progress import ProgressFile, WorkerPhase
-from harness.uploader.client import Line, Local, Remote
-from harness.worker.hold import tensor_of
-from harness.worker.machine import Interval
-from harness.worker.rhythm import SENDING, Rhythm
-from harness.worker.training import between_updates
+from harness.node.heartbeat import ProgressFile, WorkerPhase
+from harness.uploader.handoff import InProcessSender, UploaderClient, UploaderConnection
+from harness.worker.snapshot_timer import SENDING, Interval, Rhythm
+from harness.worker.snapshotter import tensor_of
+from harness.worker.training_state import between_updates
 from storage import Keep, Ref, Snapshots, open_store
-from storage.dcp import Saver, load
-from storage.objects import read_into
-from storage.staging import ErrandThread, Stage
-from storage.throttle import typical_s
-from storage.trees import split
-from storage.upload import UploadJob, UploadOutcome
-from storage.upload_job import TrainingBeside
+from storage.snapshots.pacer import typical_s
+from storage.snapshots.staging import Stage
+from storage.snapshots.upload import TrainingBeside, UploadJob, UploadOutcome
+from storage.stores.objects import read_into
+from storage.tensors.dcp import Saver
+from storage.tensors.loading import load
+from storage.tensors.state_tree import split
+from storage.tensors.tensor_threads import TensorThread
 
 DRAIN_LIMIT_S = 300.0
 READERS = 2  # the world that loads
@@ -190,16 +190,16 @@ class Ours(Way):
         self.saver = Saver(Snapshots(self.store), own_memory=False)
         self.tensors, _ = split(training.state())
         self.saver.plan(self.tensors)
-        self.sender = ErrandThread("send")
-        local = Local(self.store, lambda job, outcome: None)
+        self.sender = TensorThread("send")
+        local = InProcessSender(self.store, lambda job, outcome: None)
         if self.own_process:
             self.stage = Stage()
             order = json.dumps([self.url, str(self.stage.folder), self.stage.budget_nbytes])
             self.process = subprocess.Popen(
                 [sys.executable, "-c", SERVE, order], stdin=subprocess.PIPE, start_new_session=True
             )
-            Line(self.stage.folder, connect_s=60.0).close()
-            self.courier: Any = Remote(self.stage.folder, 1, 0, local)
+            UploaderConnection(self.stage.folder, connect_s=60.0).close()
+            self.courier: Any = UploaderClient(self.stage.folder, 1, 0, local)
         else:
             self.courier = local
         self.courier.give_back(self.courier.segment(self.saver.nbytes))
@@ -252,7 +252,7 @@ class Ours(Way):
 
     def drain(self, seconds: float | None) -> None:
         """A notice comes (None: it is called off)."""
-        line = Line(self.stage.folder)
+        line = UploaderConnection(self.stage.folder)
         line.ask("drain", deadline_s=None if seconds is None else time.time() + seconds)
         line.close()
 
@@ -434,15 +434,15 @@ def opened(url: str) -> Any:
     return open_store(url, durable=True) if "://" not in url else open_store(url)
 
 
-# The uploader process, which imports no torch; `main` of `harness.uploader.server` but for the
+# The uploader process, which imports no torch; `main` of `harness.uploader.handoff` but for the
 # fsync.
 SERVE = """
 import json, os, sys, threading
 from pathlib import Path
-from harness.uploader.nearby import NearbyConfig
-from harness.uploader.server import NICE, STACK_NBYTES, UploadServer
-from storage.last_in_line import LastInLine, can_come_back
-from storage.opening import open_store
+from harness.uploader.node_tiers import NearbyConfig
+from harness.uploader.handoff import NICE, STACK_NBYTES, UploadServer
+from storage.snapshots.pacer import IdlePriority as LastInLine, can_come_back
+from storage.stores.store_urls import open_store
 url, folder, budget = json.loads(sys.argv[1])
 os.nice(NICE)
 threading.stack_size(STACK_NBYTES)
@@ -754,9 +754,11 @@ def place(store: str, apart: bool = False) -> Iterator[str]:
         if not store:
             yield folder
             return
-        sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-        import buckets
+        tree = Path(__file__).resolve().parents[1]
+        sys.path[:0] = [str(tree), str(tree / "tests")]
         import fsspec
+
+        from support import buckets
 
         cores = sorted(os.sched_getaffinity(0))
         if apart and len(cores) < 2:

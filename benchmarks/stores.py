@@ -36,8 +36,8 @@ Call = Callable[[str, memoryview], None]
 
 def ours(backend: str) -> Callable[[dict[str, str]], tuple[Call, Call]]:
     def make(options: dict[str, str]) -> tuple[Call, Call]:
-        from storage.objects import read_into
-        from storage.opening import open_store
+        from storage.stores.objects import read_into
+        from storage.stores.store_urls import open_store
 
         store = open_store(f"s3://{BUCKET}/x", backend=backend, **options)
         store.list("")
@@ -219,9 +219,11 @@ def main() -> None:
         }
         run(ways, options, flags.mib, flags.rounds)
         return
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    import buckets
+    tree = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(tree), str(tree / "tests")]
     import fsspec
+
+    from support import buckets
 
     with tempfile.TemporaryDirectory() as folder, buckets.weed(Path(folder)) as options:
         fsspec.filesystem("s3", **options).mkdir(BUCKET)

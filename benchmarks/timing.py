@@ -29,7 +29,7 @@ import torch
 import torch.multiprocessing as mp
 
 import harness
-from harness.worker.timing import BACKWARD, DATA, FORWARD, OTHER, PhaseTimer
+from harness.worker.step_timing import BACKWARD, DATA, FORWARD, OTHER, PhaseTimer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 

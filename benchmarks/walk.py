@@ -26,8 +26,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from storage.opening import open_store
-from storage.snapshots import Snapshots
+from storage.snapshots.snapshots import Snapshots
+from storage.stores.store_urls import open_store
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "pretrain.py"
 WALK = (1, 4, 3, 5, 2)

@@ -1,6 +1,6 @@
 """Evaluation beside the training: the loss of each snapshot of `pretrain.py` over held-out text.
 
-    harness watch s3://bucket/runs/x --name val -- examples/evaluate.py --size 124m
+    harness snapshots watch s3://bucket/runs/x --name val -- examples/evaluate.py --size 124m
 
 It takes the flags of `pretrain.py`; give it those that say what the model and the text are. Its
 numbers are `val/loss` and `val/perplexity` of the snapshot's step (docs/WATCH.md).
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import harness
 import torch
-
 from gpt import GPT
 from pretrain import loss_of, parse
 from text import prepare, split

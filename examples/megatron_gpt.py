@@ -35,9 +35,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from torch import Tensor
-
 from text import Windows, prepare, split
+from torch import Tensor
 
 VOCABULARY = 256  # bytes
 

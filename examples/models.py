@@ -13,12 +13,11 @@ import math
 
 import harness
 import torch
+from gpt import rotate
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-
-from gpt import rotate
 
 STD = 0.02  # of fresh weights, as GPT-2 has it
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from gpt import GPT
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from gpt import GPT
 
 
 @dataclass(frozen=True)

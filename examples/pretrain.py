@@ -23,14 +23,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import harness
 import torch
+from ema import Ema
+from gpt import GPT, SIZES, Shape, decay_groups
+from models import PLAN, Transformer
+from text import Windows, prepare, split
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ema import Ema
-from gpt import GPT, SIZES, Shape, decay_groups
 from meshes import check, ranks_of
-from models import PLAN, Transformer
-from text import Windows, prepare, split
 
 LEARNING_RATES = {"1m": 3e-3, "10m": 1e-3, "124m": 6e-4, "350m": 3e-4, "1b": 2e-4}
 

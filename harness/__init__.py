@@ -1,8 +1,8 @@
-"""spotharness: train on spot GPUs. `harness.attach()` is the door for training scripts;
-`harness --help` for people; docs/API.md lists every public name.
+"""spotharness: train on spot GPUs. Training scripts start with `harness.attach()`, people with
+`harness --help`; docs/API.md lists every public name.
 
-Each name is imported when it is first asked for: a worker needs no controller, and controllers and
-agents need no torch.
+Each name is imported on first access: a worker needs no controller, and controllers and node agents
+need no torch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from harness import data
     from harness.adapters.deepspeed import deepspeed
-    from harness.agent.notices import Notice, NoticeSource
+    from harness.bucket.controller_lease import Lease
     from harness.bucket.journal import Journal
-    from harness.bucket.lease import Lease
     from harness.controller import policies
-    from harness.controller.recovery import RunOutcome, RunSpec, recover
-    from harness.core.models import ModelShape
-    from harness.core.records import StepRecord
+    from harness.controller.recovery import RunOutcome, recover
+    from harness.controller.run_limits import RunSpec
+    from harness.core.step_records import StepRecord
     from harness.core.world import (
         BadInput,
         Clock,
@@ -39,19 +38,22 @@ if TYPE_CHECKING:
         Wait,
         World,
     )
-    from harness.views.plugins import RunInfo
-    from harness.watch.watched import Watched, watched
-    from harness.worker.context import attention, own_randomness, split_context
-    from harness.worker.cross_entropy import chunked_cross_entropy
-    from harness.worker.experts import expert_parallel
-    from harness.worker.float8 import float8
-    from harness.worker.fsdp import fsdp2
-    from harness.worker.pipeline import pipeline
-    from harness.worker.pretrained import load_pretrained, model_shape
-    from harness.worker.session import Session, Step, attach
-    from harness.worker.stochastic_rounding import StochasticRounding
-    from harness.worker.tensor_parallel import tensor_parallel
-    from harness.worker.zero import zero1
+    from harness.look.trackers.tracker_registry import RunInfo
+    from harness.look.watch.watched import Watched, watched
+    from harness.meshes.context_parallel import attention, own_randomness, split_context
+    from harness.meshes.cross_entropy import chunked_cross_entropy
+    from harness.meshes.expert_parallel import expert_parallel
+    from harness.meshes.fsdp import fsdp2
+    from harness.meshes.low_precision import float8
+    from harness.meshes.model_shapes import ModelShape
+    from harness.meshes.pipeline import pipeline
+    from harness.meshes.pretrained import load_pretrained, model_shape
+    from harness.meshes.stochastic_rounding import StochasticRounding
+    from harness.meshes.tensor_parallel import tensor_parallel
+    from harness.meshes.zero1 import zero1
+    from harness.notices.notice import Notice, NoticeSource
+    from harness.worker.session import Session, attach
+    from harness.worker.step import Step
 
 __version__ = "0.1.0"
 __all__ = [
@@ -105,48 +107,47 @@ __all__ = [
     "watched",
     "zero1",
 ]
-_HOMES = {  # of what does not live in harness.core.world
+_HOMES = {  # modules of the names that do not live in harness.core.world
     "Journal": "harness.bucket.journal",
-    "Lease": "harness.bucket.lease",
-    "ModelShape": "harness.core.models",
-    "Notice": "harness.agent.notices",
-    "NoticeSource": "harness.agent.notices",
+    "Lease": "harness.bucket.controller_lease",
+    "ModelShape": "harness.meshes.model_shapes",
+    "Notice": "harness.notices.notice",
+    "NoticeSource": "harness.notices.notice",
     "RunOutcome": "harness.controller.recovery",
-    "RunInfo": "harness.views.plugins",
+    "RunInfo": "harness.look.trackers.tracker_registry",
     "RunSpec": "harness.controller.recovery",
     "Session": "harness.worker.session",
     "Step": "harness.worker.session",
-    "StepRecord": "harness.core.records",
-    "StochasticRounding": "harness.worker.stochastic_rounding",
-    "Watched": "harness.watch.watched",
+    "StepRecord": "harness.core.step_records",
+    "StochasticRounding": "harness.meshes.stochastic_rounding",
+    "Watched": "harness.look.watch.watched",
     "attach": "harness.worker.session",
-    "attention": "harness.worker.context",
-    "chunked_cross_entropy": "harness.worker.cross_entropy",
+    "attention": "harness.meshes.context_parallel",
+    "chunked_cross_entropy": "harness.meshes.cross_entropy",
     "deepspeed": "harness.adapters.deepspeed",
-    "expert_parallel": "harness.worker.experts",
-    "float8": "harness.worker.float8",
-    "fsdp2": "harness.worker.fsdp",
-    "load_pretrained": "harness.worker.pretrained",
-    "model_shape": "harness.worker.pretrained",
-    "own_randomness": "harness.worker.context",
-    "pipeline": "harness.worker.pipeline",
+    "expert_parallel": "harness.meshes.expert_parallel",
+    "float8": "harness.meshes.low_precision",
+    "fsdp2": "harness.meshes.fsdp",
+    "load_pretrained": "harness.meshes.pretrained",
+    "model_shape": "harness.meshes.pretrained",
+    "own_randomness": "harness.meshes.context_parallel",
+    "pipeline": "harness.meshes.pipeline",
     "recover": "harness.controller.recovery",
-    "split_context": "harness.worker.context",
-    "tensor_parallel": "harness.worker.tensor_parallel",
-    "watched": "harness.watch.watched",
-    "zero1": "harness.worker.zero",
+    "split_context": "harness.meshes.context_parallel",
+    "tensor_parallel": "harness.meshes.tensor_parallel",
+    "watched": "harness.look.watch.watched",
+    "zero1": "harness.meshes.zero1",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'harness' has no attribute {name!r}")
-    import importlib  # `import harness` takes as long as it must
+    from harness.core.extensions import load  # imported here to keep `import harness` fast
 
     modules = {"data": "harness.data", "policies": "harness.controller.policies"}
-    if name in modules:
-        return importlib.import_module(modules[name])
-    return getattr(importlib.import_module(_HOMES.get(name, "harness.core.world")), name)
+    where = modules.get(name) or f"{_HOMES.get(name, 'harness.core.world')}:{name}"
+    return load(where, f"harness.{name}")
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,10 @@
-"""Snapshots of training state on object storage. Knows nothing of `harness`; usable alone.
+"""Snapshots of training state on object storage. The package knows nothing of `harness` and is
+usable alone.
 
 `storage.save(url, state, step=...)` and `storage.load(url)` are all that most scripts need. They
-are imported when first asked for, like `storage.dcp` (tensors), so that controllers and agents
-need no torch.
+are imported on first use, like `storage.tensors.dcp` (tensors), so that controllers and agents need
+no
+torch.
 """
 
 from __future__ import annotations
@@ -19,18 +21,25 @@ from storage.errors import (
     StoreUnavailable,
     UnsupportedValue,
 )
-from storage.files import FileStore, MemoryStore
-from storage.manifest import Manifest, Part, PartList, Ref, SnapshotCorrupt, SnapshotTooNew
-from storage.objects import ObjectStore
-from storage.opening import open_store
-from storage.remote import FsspecStore
-from storage.restore import Rewind
-from storage.retention import Keep
-from storage.retries import Retrying
-from storage.snapshots import Snapshots
+from storage.snapshots.manifest import (
+    Manifest,
+    Part,
+    PartList,
+    Ref,
+    SnapshotCorrupt,
+    SnapshotTooNew,
+)
+from storage.snapshots.restore import Rewind
+from storage.snapshots.retention import Keep
+from storage.snapshots.snapshots import Snapshots
+from storage.stores.folder_store import FileStore, MemoryStore
+from storage.stores.fsspec_store import FsspecStore
+from storage.stores.objects import ObjectStore
+from storage.stores.retries import Retrying
+from storage.stores.store_urls import open_store
 
 if TYPE_CHECKING:
-    from storage.state import load, save
+    from storage.save_load import load, save
 
 __all__ = [
     "FileStore",
@@ -63,9 +72,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("load", "save"):
-        from storage import state
+        from storage import save_load
 
-        return getattr(state, name)
+        return getattr(save_load, name)
     raise AttributeError(f"module 'storage' has no attribute {name!r}")
 
 

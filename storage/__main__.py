@@ -1,7 +1,7 @@
-"""`python -m storage`: see storage/command.py."""
+"""Entry point of `python -m storage`; see storage/snapshots_command.py."""
 
 import sys
 
-from storage.command import main
+from storage.snapshots_command import main
 
 sys.exit(main())

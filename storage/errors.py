@@ -1,41 +1,41 @@
-"""What a store can say instead of an answer."""
+"""Errors that a store or a snapshot operation raises."""
 
 from __future__ import annotations
 
 
 class StoreError(Exception):
-    """The store said no."""
+    """Base class of all errors of this package: the store refused or could not do a request."""
 
 
 class WrongInput(StoreError, ValueError):
-    """A URL or a variable that no store can have, whoever asks: what was wanted, what was found,
-    what to do."""
+    """A URL or a setting that is invalid for every store. The message says what was wanted, what
+    was found, and what to do."""
 
 
 class NotFound(StoreError):
-    """No such object."""
+    """The object does not exist."""
 
 
 class StoreRefused(StoreError):
-    """It lets us do nothing: no credentials, no permission, no such bucket, no space."""
+    """The store allows nothing: no credentials, no permission, no such bucket, or no space."""
 
 
 class StoreUnavailable(StoreError):
-    """No answer; whether a write happened is unknown."""
+    """The store did not answer. The outcome of a write is unknown."""
 
 
 class NoSnapshot(StoreError):
-    """There is nothing to load."""
+    """The store has no snapshot to load."""
 
 
 class StepBehind(StoreError):
-    """A greater step is committed already."""
+    """A greater step is already committed."""
 
 
 class StateMismatch(StoreError, ValueError):
-    """What is loaded into is not laid out like what was saved, or ranks that save together do not
-    have the same."""
+    """The load target is not laid out like the saved state, or ranks that save together have
+    different states."""
 
 
 class UnsupportedValue(StoreError, TypeError):
-    """A state holds something that cannot be stored without pickling it."""
+    """A state holds a value that cannot be stored without pickling it."""

@@ -1,42 +1,28 @@
 """How `make test` is spread over worker processes: the longest first, and what shares a fixture
-together."""
+together. Rooms, proofs and meshes are chosen on the command line (see the Makefile)."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 # A sync for every small object would be most of the time that tests take, and proves nothing to them:
-# none of these machines loses its power (tests/test_power_loss.py plays that).
+# none of these machines loses its power (tests/storage/test_power_loss.py plays that).
 os.environ.setdefault("STORAGE_FSYNC", "0")
 os.environ.setdefault("HARNESS_DATA_CACHE", "off")  # nothing in the cache of who runs the tests
 
-# Slow proofs, minutes of them: `make proofs` runs these files and nothing else, `make meshes` those
-# of models on several ranks, `make test` all the others; other people's trainers have an environment
-# of their own (`make adapters`).
-PROOFS = (
-    *("budget", "check_run", "data_excluded", "data_formats_training", "data_images"),
-    *("data_kills", "data_story"),
-    *("data_training", "dcp", "examples", "extending", "floods", "hostile_day", "kills"),
-    *("live_faults_of_b30688c", "longrun", "loops_page"),
-    *("many_nodes", "meshes", "micro_loader", "old_runs", "open_steps", "own_files", "package"),
-    *("permissions", "plan_calibration", "price_waits", "python_versions", "replay", "replicas"),
-    *("rerun", "secrets", "sim", "soak", "system", "versions", "wandb_run", "watch_processes"),
-    *("whereabouts",),
-)
-MESHES = (
-    *("context", "expert_worlds", "fine_tuned", "from_peers", "memory", "pipelines"),
-    *("reshard_meshes", "tensor_parallel", "zero"),
-)
-_meshes = {f"test_{name}.py" for name in MESHES}
-_proofs = {f"test_{name}.py" for name in PROOFS}
-_files = {path.name for path in Path(__file__).parent.glob("test_*.py")}
-if os.environ.get("HARNESS_PROOFS"):
-    collect_ignore = ["adapters", *sorted(_files - _proofs)]
-elif os.environ.get("HARNESS_TRAINERS"):
-    collect_ignore = []
-else:
-    collect_ignore = ["adapters", *sorted(_proofs | _meshes)]
+# Processes that tests start find `support`, and this tree's code where this process does too.
+TESTS = Path(__file__).parent
+_ours = [str(path) for path in (TESTS.parent, TESTS) if str(path) in sys.path]
+_others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*_ours, *_others]))
+
+pytest.register_assert_rewrite("support")
+pytest_plugins = ("support.nodes", "support.places", "support.sky_catalog")  # fixtures of several rooms
+
+# Other people's trainers have an environment of their own (`make adapters`).
+collect_ignore = [] if os.environ.get("HARNESS_TRAINERS") else ["adapters"]
 
 # Seconds, roughly, on two cores. A test that is named here goes to whichever worker is free, each
 # of its parameters apart; the others of a file stay together, so that the fixtures of the file are
@@ -51,7 +37,7 @@ ALONE_S = {
     "test_agent.py::test_join_notice_and_loss": 23,
     "test_agent.py::test_a_lost_nodes_share_is_still_near": 16,
     "test_agent.py::test_a_node_that_comes_back_reads_its_disk": 14,
-    "test_agent.py::test_a_run_ends_with_its_script_and_nobody_starts_after_that": 12,
+    "test_audited_runs.py::test_a_run_ends_with_its_script_and_nobody_starts_after_that": 12,
     "test_agent.py::test_a_killed_uploader_costs_nothing": 11,
     "test_agent.py::test_a_world_that_is_too_big_is_made_smaller": 11,
     "test_agent.py::test_a_member_that_goes_before_its_workers_begin_is_not_waited_for": 10,
@@ -65,17 +51,17 @@ ALONE_S = {
     "test_replicas.py::test_agents_form_worlds_of_whole_replicas": 12,
     "test_health.py::test_a_stopped_worker_is_named_and_replaced_and_a_sick_gpu_is_left": 13,
     "test_health.py::test_a_worker_that_hangs_writes_where": 12,
-    "test_old_runs.py::test_it_is_led_and_resumed_to_its_end": 12,
 }
 FILE_S = {
-    "test_agent.py": 90,
+    "test_agent.py": 60,
+    "test_budget.py": 40,
     "test_plan_calibration.py": 120,
     "test_price_waits.py": 25,
     "test_system.py": 55,
     "test_session.py": 45,
-    "test_faults_of_b30688c.py": 60,
-    "test_live_faults_of_b30688c.py": 400,
-    "test_drill.py": 42,
+    "test_bad_input.py": 60,
+    "test_live_faults.py": 400,
+    "test_drill.py": 25,
     "test_snapshots.py": 35,
     "test_objects.py": 30,
     "test_sim.py": 28,
@@ -127,13 +113,14 @@ FILE_S = {
 
 def unit(nodeid: str) -> str:
     """What is given to a worker as one: a file, or a test that is named above."""
-    file, _, test = nodeid.removeprefix("tests/").partition("::")
-    return nodeid if f"{file}::{test.partition('[')[0]}" in ALONE_S else file
+    path, _, test = nodeid.partition("::")
+    file = Path(path).name
+    return f"{file}::{test}" if f"{file}::{test.partition('[')[0]}" in ALONE_S else file
 
 
 def seconds(name: str) -> float:
     """Of a unit."""
-    return FILE_S.get(name) or ALONE_S.get(name.removeprefix("tests/").partition("[")[0], 0.0)
+    return FILE_S.get(name) or ALONE_S.get(name.partition("[")[0], 0.0)
 
 
 @pytest.hookimpl(optionalhook=True)

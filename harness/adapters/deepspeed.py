@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO engine as a strategy: `harness.deepspeed`. Its engine trains, our plan feeds it,
 our snapshots keep its state. Runs in the worker.
 
-Knows DeepSpeed only by the engine that it is given; what it keeps of each parameter is in
-`zero_parts.py`. docs/trainers/deepspeed.md says what holds.
+The module knows DeepSpeed only through the engine that it is given; `ZeroPart` is what
+a rank holds of each parameter. docs/trainers/deepspeed.md states what is guaranteed.
 """
 
 from __future__ import annotations
@@ -15,15 +15,137 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.adapters.zero_parts import ZeroPart, parts_of, pieces_of, state_of, take_state
 from harness.core.world import BadInput
-from storage.pieces import Pieces
+from storage.tensors.flat_shards import Pieces
 
 if TYPE_CHECKING:
     from harness.worker.session import Session
 
-COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")  # of an engine
-# what is used of DeepSpeed beside its documented methods, and where
+# The parts of each parameter, and of its optimizer state, that a rank holds under DeepSpeed's
+# ZeRO.
+
+MASTER = "master"  # the optimizer's copy of a parameter whose model copy has less precision
+
+
+@dataclass(frozen=True)
+class ZeroPart:
+    """A part of `parameter`, in the optimizer's group `group`: elements [first, first + count), in
+    row-major order, lie at offset `at` of `flat`, and of the optimizer's state for `flat`."""
+
+    parameter: Any
+    group: int
+    flat: torch.Tensor
+    at: int
+    first: int
+    count: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the whole parameter."""
+        found: torch.Size = getattr(self.parameter, "ds_shape", self.parameter.shape)
+        return found
+
+    def of(self, flat: torch.Tensor) -> Pieces:
+        """Return this part of `flat`, which has the shape of `self.flat`."""
+        part = flat.detach()[self.at : self.at + self.count]
+        return Pieces.of_flat(self.shape, self.first, part)
+
+    def own(self) -> torch.Tensor:
+        """Return these elements of the model's own parameter. (count,)"""
+        p = self.parameter
+        if hasattr(p, "ds_tensor"):
+            flat, first = p.ds_tensor.detach(), 0
+        else:
+            flat, first = p.detach().reshape(-1), self.first
+        found: torch.Tensor = flat[first : first + self.count]
+        return found
+
+
+def parts_of(zero: Any) -> list[ZeroPart]:
+    """Return the parts of all trained parameters, in the order of the optimizer's groups. `zero`:
+    DeepSpeed's optimizer."""
+    if hasattr(zero, "fp16_groups"):
+        return _of_stage_3(zero)
+    found = []
+    for number, group in enumerate(zero.bit16_groups):
+        flat = zero.single_partition_of_fp32_groups[number]
+        for p in group:
+            link = p._hp_mapping  # None: all of it is on other ranks
+            at, first, count = 0, 0, 0
+            if link is not None:
+                place, whole = link.hp_fragment_address, link.lp_fragment_address
+                at, first, count = place.start, whole.start, place.numel
+            found.append(ZeroPart(p, number, flat, at, first, count))
+    return found
+
+
+def _of_stage_3(zero: Any) -> list[ZeroPart]:
+    found = []
+    for number, group in enumerate(zero.fp16_groups):
+        for p in group:
+            _, at, _ = zero.grad_position[zero.get_param_id(p)]
+            flat, of = zero.fp32_partitioned_groups_flat[number], zero.sub_group_to_group_id
+            first, count = _of_rank(p)
+            found.append(ZeroPart(p, int(of[number]), flat, int(at), first, count))
+    return found
+
+
+def _of_rank(p: Any) -> tuple[int, int]:
+    """Return this rank's first element and count for a ZeRO-3 parameter; the rest is padding."""
+    size, rank = int(p.ds_tensor.ds_numel), torch.distributed.get_rank(p.ds_process_group)
+    first = min(rank * size, int(p.ds_numel))
+    return first, min(size, int(p.ds_numel) - first)
+
+
+def pieces_of(p: Any) -> Pieces:
+    """Return this rank's part of a parameter that ZeRO-3 has cut, as the model holds it."""
+    first, count = _of_rank(p)
+    return Pieces.of_flat(p.ds_shape, first, p.ds_tensor.detach()[:count])
+
+
+def state_of(parts: list[ZeroPart], optimizer: Any) -> dict[int, dict[str, Any]]:
+    """Return the state as torch's optimizers do, but in pieces: parameter number, name -> value."""
+    found: dict[int, dict[str, Any]] = {}
+    for number, part in enumerate(parts):
+        kept = optimizer.state.get(part.flat, {})
+        own = found[number] = {
+            key: part.of(value) if _is_flat(value, part.flat) else value
+            for key, value in kept.items()
+        }
+        if part.parameter.dtype != part.flat.dtype:
+            own[MASTER] = part.of(part.flat)
+    return found
+
+
+def take_state(parts: list[ZeroPart], optimizer: Any, state: dict[int, dict[str, Any]]) -> None:
+    """Load the result of `state_of`. Afterwards the optimizer's copy of the parameters equals the
+    model's."""
+    with torch.no_grad():
+        for number, part in enumerate(parts):
+            own = dict(state.get(number, {}))
+            if MASTER in own:
+                part.of(part.flat).copy_from(own.pop(MASTER))
+            else:
+                part.flat[part.at : part.at + part.count].copy_(part.own())
+            if not own:
+                continue
+            kept = optimizer.state[part.flat]
+            for key, value in own.items():
+                if isinstance(value, Pieces):
+                    if key not in kept:
+                        kept[key] = torch.zeros_like(part.flat, dtype=value.dtype)
+                    part.of(kept[key]).copy_from(value)
+                else:
+                    kept[key] = value
+
+
+def _is_flat(value: Any, flat: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == flat.shape
+
+
+# attributes of an engine
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+# attributes of DeepSpeed that are used besides its documented methods, and where
 USED = {
     "engine": ("set_gradient_accumulation_boundary", "zero_optimization_stage", *COUNTERS),
     "optimizer": ("optimizer", "loss_scaler", "custom_loss_scaler", "external_loss_scale"),
@@ -43,9 +165,9 @@ def deepspeed(
     per_rank: Collection[str] = (),
     after_update: Collection[str] = (),
 ) -> Any:
-    """Take over a DeepSpeed engine (ZeRO-1, 2 or 3; its optimizer or parameters may be offloaded
-    to the CPU); in the place of `run.prepare`, whose `state`, `per_rank` and `after_update` these
-    are. The engine is returned.
+    """Take over a DeepSpeed engine (ZeRO-1, 2 or 3; its optimizer or parameters may be offloaded to
+    the CPU) and return it. Call this instead of `run.prepare`; `state`, `per_rank` and
+    `after_update` are the same as there.
 
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         harness.deepspeed(engine, run)
@@ -56,11 +178,11 @@ def deepspeed(
 
     The batch is that of `run.steps`; the config's accumulation is not used. Clipping, loss scale
     and learning rate are the engine's (`gradient_clipping`, `fp16`, `scheduler`). Raises BadInput,
-    naming it, for what the engine does otherwise.
+    naming the feature, if the engine uses one that is not supported.
     """
     check(engine, run)
     optimizer = ZeroOptimizer(engine)
-    # the loss scale of fp16 is DeepSpeed's; a session wants to know that norms may be infinite
+    # DeepSpeed owns the loss scale of fp16; the session must know that norms may be infinite
     scaler = ZeroScaler(engine) if engine.fp16_enabled() else None
     run.prepare(
         ZeroModel(engine),
@@ -75,7 +197,7 @@ def deepspeed(
 
 
 def check(engine: Any, run: Session) -> None:
-    """Raises BadInput unless this is an engine that is trained, and saved, as it is."""
+    """Raise BadInput unless the engine can be trained and saved as it is."""
     kinds = {cls.__name__ for cls in type(engine).__mro__}
     if "DeepSpeedEngine" not in kinds:
         raise BadInput(
@@ -147,9 +269,9 @@ def check(engine: Any, run: Session) -> None:
 
 
 class Zero:
-    """A `Strategy`. The engine averages over ranks during the backward of the last micro-batch;
-    what remains (from their mean to the mean of the global batch, our clipping) is one factor,
-    which goes into the loss scale that it divides by in its step."""
+    """The `Strategy` of a ZeRO engine. The engine averages over ranks during the backward of the
+    last micro-batch. The rest (from that mean to the mean of the global batch, and our clipping) is
+    one factor, which is applied through the loss scale that the engine divides by in its step."""
 
     equal_rounds, may_repeat = True, False
     sums, replica_ranks = "fast", 1
@@ -166,8 +288,8 @@ class Zero:
         self._engine.set_gradient_accumulation_boundary(last)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Losses are scaled so that the engine's average over ranks is one over micro-batches:
-        sums of many might not fit fp16."""
+        """Scale the loss so that the engine's average over ranks becomes one over micro-batches.
+        Sums of many losses might not fit fp16."""
         scaled = loss * (self._world / self._micro_batches)
         self._engine.backward(scaled, scale_wrt_gas=False)
 
@@ -177,7 +299,7 @@ class Zero:
         return False
 
     def reduce(self) -> None:
-        """It was, during the last backward; offloaded gradients may be on their way."""
+        """Wait for offloaded gradients. The reduction itself happened during the last backward."""
         getattr(self._engine.optimizer, "_wait_for_offload_copies", lambda: None)()
 
     def divide(self, weight: float | torch.Tensor) -> None:
@@ -196,27 +318,28 @@ class Zero:
         return torch.where(total < 0, torch.inf, total) / self._optimizer.divisor
 
     def clip(self, coefficient: torch.Tensor) -> None:
-        if (factor := float(coefficient)) > 0.0:  # else the norm is infinite: the engine skips it
+        # otherwise the norm is infinite, and the engine skips the step
+        if (factor := float(coefficient)) > 0.0:
             self._optimizer.divisor /= factor
 
     def zero(self) -> None:
-        """The engine's step does."""
+        """Leave this to the engine's step, which zeroes the gradients."""
 
     def share_found_inf(self, scaler: Any, optimizer: Any) -> None:
-        """The engine looks on all ranks."""
+        """Leave this to the engine, which checks on all ranks."""
 
 
 @dataclass(frozen=True)
 class _Behind:
-    """Not a module, so that these do not become parts of one."""
+    """A holder that is not a module, so that its members do not become submodules."""
 
     engine: Any
     module: nn.Module
 
 
 class ZeroModel(nn.Module):
-    """The engine's module, with a state that holds each parameter under its whole shape, also
-    where ZeRO-3 has parted it."""
+    """The engine's module. Its state holds each parameter under its whole shape, even where ZeRO-3
+    has partitioned it."""
 
     def __init__(self, engine: Any):
         super().__init__()
@@ -237,7 +360,7 @@ class ZeroModel(nn.Module):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Pieces were filled where they lie. What ZeRO-3 keeps gathered is gathered anew."""
+        """Load values: pieces are filled in place, what ZeRO-3 keeps gathered is gathered again."""
         now = self.state_dict()
         with torch.no_grad():
             for name, value in state_dict.items():
@@ -252,8 +375,8 @@ class ZeroModel(nn.Module):
 
 
 class ZeroOptimizer:
-    """All of the engine that steps, as an optimizer. `divisor`: of the gradients, in the next
-    step."""
+    """Everything in the engine that steps, as one optimizer. `divisor`: divides the gradients in
+    the next step."""
 
     def __init__(self, engine: Any):
         self._engine, self.divisor = engine, 1.0
@@ -261,14 +384,15 @@ class ZeroOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """With the model's parameters in the place of DeepSpeed's flat ones."""
+        """The parameter groups, with the model's parameters instead of DeepSpeed's flat ones."""
         groups = [dict(group) for group in self._engine.optimizer.param_groups]
         for number, group in enumerate(groups):
             group["params"] = [part.parameter for part in self._parts if part.group == number]
         return groups
 
     def parts(self) -> list[Pieces]:
-        """What this rank's state of each parameter is like (`storage.dcp.like_parameters`)."""
+        """Return the layout of this rank's state per parameter
+        (`storage.tensors.loading.like_parameters`)."""
         return [part.of(part.flat) for part in self._parts]
 
     def step(self) -> None:
@@ -305,7 +429,8 @@ class ZeroOptimizer:
         for group, saved in zip(zero.param_groups, state["param_groups"], strict=True):
             group.update(saved)
         take_state(self._parts, zero.optimizer, state["state"])
-        if hasattr(zero, "_hp_optimizer_states_linked"):  # views of what may be new
+        # views of tensors that may have been replaced
+        if hasattr(zero, "_hp_optimizer_states_linked"):
             zero._hp_optimizer_states_linked = False
             if zero.optimizer.state:
                 zero._lazy_init_hp_params_optimizer_state()
@@ -317,8 +442,8 @@ class ZeroOptimizer:
 
 
 class ZeroScaler:
-    """What a session asks of a GradScaler. Scaling, and skipping of a step whose gradients do not
-    fit, are the engine's; its scale is in `ZeroOptimizer`'s state."""
+    """The part of GradScaler's interface that a session uses. The engine scales losses and skips
+    steps whose gradients overflow; its scale is in the state of `ZeroOptimizer`."""
 
     def __init__(self, engine: Any):
         self._engine = engine

@@ -4,10 +4,10 @@
     dist_checkpointing.save(state, folder, sharded_strategy=SaveSharded(url, step))
     state = dist_checkpointing.load(state, folder, sharded_strategy=LoadSharded(url, step))
 
-Each tensor is stored whole, once, in hashed parts, whatever ranks hold of it (tensor, pipeline,
-expert, data parallel), and loaded onto any other layout; nothing is unpickled. What Megatron calls
-common stays a small file in `folder`. docs/trainers/megatron.md says how notices and data come to
-it.
+Each tensor is stored whole, once, in hashed parts, however it is sharded over ranks (tensor,
+pipeline, expert, data parallel), and can be loaded onto any other layout; nothing is unpickled. The
+state that Megatron calls common stays a small file in `folder`. docs/trainers/megatron.md describes
+how preemption notices and data reach it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 import storage
 from harness.core import batch
 from harness.core.world import BadInput
-from storage.pieces import Pieces
+from storage.tensors.flat_shards import Pieces
 
 try:
     from megatron.core import parallel_state
@@ -42,17 +42,17 @@ except ImportError as e:
         "mesh of ours (docs/MESHES.md)"
     ) from e
 
-BACKEND, VERSION = "spotharness", 1  # as Megatron's metadata.json names them
-TENSORS, OBJECTS = "tensors", "objects"  # in what is stored
-BYTES = "bytes of a file"  # an object that was an io.BytesIO
+BACKEND, VERSION = "spotharness", 1  # names in Megatron's metadata.json
+TENSORS, OBJECTS = "tensors", "objects"  # top-level keys of the stored state
+BYTES = "bytes of a file"  # marks an object that was an io.BytesIO
 
 
 def own_samples(
     samples: int, global_batch: int, micro_batch: int, step: int, seed: int = 0
 ) -> list[list[int]]:
-    """Of each micro-batch that this rank's replica does in `step`, the places in a dataset of so
-    many samples: by our plan over Megatron's data-parallel group. Each sample of the step is in one
-    replica's. Raises BadInput."""
+    """Return the dataset indices of each micro-batch that this rank's replica does in `step`, by
+    our plan over Megatron's data-parallel group. `samples`: size of the dataset. Each sample of the
+    step belongs to exactly one replica. Raises BadInput."""
     batching = batch.Batching(samples, global_batch, micro_batch, seed)
     plan = batch.plan(batching.micro_batches, parallel_state.get_data_parallel_world_size())
     micros = plan.micros(parallel_state.get_data_parallel_rank())
@@ -60,8 +60,8 @@ def own_samples(
 
 
 class SaveSharded(SaveShardedStrategy):  # type: ignore[misc] # Megatron has no types
-    """Store the sharded part as the snapshot of `step` at `url`; it is committed when `save`
-    returns, on all ranks. `keep`: as `storage.save`."""
+    """A strategy that stores the sharded part as the snapshot of `step` at `url`. It is committed
+    on all ranks when `save` returns. `keep`: as in `storage.save`."""
 
     def __init__(self, url: str, step: int, keep: int | storage.Keep = 3):
         super().__init__(BACKEND, VERSION)
@@ -72,7 +72,7 @@ class SaveSharded(SaveShardedStrategy):  # type: ignore[misc] # Megatron has no 
         return True
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Raises what `storage.save` does."""
+        """Save the state. Raises what `storage.save` does."""
         state = {
             TENSORS: pieces_of(sharded_state_dict),
             OBJECTS: _objects_of(sharded_state_dict),
@@ -81,7 +81,7 @@ class SaveSharded(SaveShardedStrategy):  # type: ignore[misc] # Megatron has no 
 
 
 class LoadSharded(LoadShardedStrategy):  # type: ignore[misc] # Megatron has no types
-    """Load the sharded part from the snapshot of `step` at `url`, whatever ranks saved it."""
+    """A strategy that loads the sharded part of the snapshot of `step` at `url` on any layout."""
 
     def __init__(self, url: str, step: int):
         self.url, self.step = url, step
@@ -102,7 +102,7 @@ class LoadSharded(LoadShardedStrategy):  # type: ignore[misc] # Megatron has no 
             raise BadInput(f"LoadSharded: wanted version {VERSION}, found {loaded_version}")
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> Any:
-        """Fills the tensors of `sharded_state_dict` where they lie, and gives them. Raises
+        """Fill the tensors of `sharded_state_dict` in place, and return it with values. Raises
         storage.StateMismatch for another shape, and what `storage.load` does."""
         into = {TENSORS: pieces_of(sharded_state_dict, all_replicas=True)}
         objects = storage.load(self.url, step=self.step, into=into)[OBJECTS]
@@ -122,8 +122,8 @@ class LoadSharded(LoadShardedStrategy):  # type: ignore[misc] # Megatron has no 
 
 
 def pieces_of(sharded_state_dict: dict[str, Any], all_replicas: bool = False) -> dict[str, Pieces]:
-    """What this rank holds of each tensor that any rank knows, by key. `all_replicas`: also where
-    another has the same, and saves it. Collective. Raises BadInput if ranks disagree."""
+    """Return this rank's pieces of every tensor that any rank knows, by key. `all_replicas`: also
+    pieces that another rank holds and saves. Collective. Raises BadInput if ranks disagree."""
     known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     boxes: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
     device = torch.device("cpu")
@@ -154,7 +154,7 @@ def pieces_of(sharded_state_dict: dict[str, Any], all_replicas: bool = False) ->
 
 
 def _objects_of(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Those of all ranks, by Megatron's unique key: they are small. Collective."""
+    """Return the objects of all ranks, which are small, by Megatron's unique key. Collective."""
     mine = {
         one.unique_key: {BYTES: one.data.getvalue()}
         if isinstance(one.data, io.BytesIO)
@@ -168,7 +168,7 @@ def _objects_of(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _value(one: Any, objects: dict[str, Any]) -> Any:
-    """What a place of the state dict holds, behind the load. Raises BadInput."""
+    """Return the value for a place of the state dict after the load. Raises BadInput."""
     if isinstance(one, ShardedTensor):
         return one.data
     if one.unique_key not in objects:

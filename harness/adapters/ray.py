@@ -1,8 +1,8 @@
-"""A Ray Train worker as a rank of ours: `TorchTrainer(train_loop(train, url), ...)`. Runs in the
+"""A Ray Train worker as one of our ranks: `TorchTrainer(train_loop(train, url), ...)`. Runs in the
 worker.
 
-Ray starts the workers, joins their process group and starts them again after a failure, on as many
-nodes as it has then; we keep the batch, the data and the state. Written after Ray's documentation
+Ray starts the workers, joins their process group and restarts them after a failure, on as many
+nodes as it has then; we keep the batch, the data and the state. Written from Ray's documentation
 (2.x): ray.train.get_context(), ray.train.report(), and the variables that TorchTrainer sets.
 """
 
@@ -25,10 +25,10 @@ WorkerFunction = Callable[["Session", dict[str, Any]], None]
 
 
 def train_loop(train: WorkerFunction, url: str, **options: Any) -> Callable[[dict[str, Any]], None]:
-    """What TorchTrainer takes as `train_loop_per_worker`: attaches to the run at `url`, calls
-    `train(run, config)`, and ends the run when that returns. `options`: of `harness.attach`. What
-    it raises (BadInput, StoreError, what `train` raises) is Ray's to answer: its FailureConfig says
-    how often it starts the workers again."""
+    """Return a function for TorchTrainer's `train_loop_per_worker`. It attaches to the run at
+    `url`, calls `train(run, config)`, and ends the run when that returns. `options` are those of
+    `harness.attach`. Ray handles what it raises (BadInput, StoreError, what `train` raises): its
+    FailureConfig says how often it restarts the workers."""
 
     def per_worker(config: dict[str, Any]) -> None:
         run = attach(url, **options)
@@ -39,8 +39,8 @@ def train_loop(train: WorkerFunction, url: str, **options: Any) -> Callable[[dic
 
 
 def attach(url: str, **options: Any) -> Session:
-    """`harness.attach` in the worker function of a TorchTrainer, as the rank that Ray says. Raises
-    BadInput where that and the process group are not what Ray has promised."""
+    """Call `harness.attach` in the worker function of a TorchTrainer, with Ray's ranks. Raises
+    BadInput if these or the process group are not what Ray documents."""
     from ray import train
 
     context = train.get_context()
@@ -74,8 +74,8 @@ def attach(url: str, **options: Any) -> Session:
 
 
 def report(run: Session, **metrics: Any) -> None:
-    """`ray.train.report` of this step's number, and of `metrics`. Ray wants every worker to call
-    it, equally often; its checkpoints are not needed."""
+    """Report this step's number and `metrics` by `ray.train.report`. Ray requires every worker to
+    call it equally often. Its checkpoints are not needed."""
     from ray import train
 
     train.report({"step": run.step, **metrics})

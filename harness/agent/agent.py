@@ -1,13 +1,14 @@
-"""The node agent: one per machine. `harness run -- script.py` is this.
+"""The node agent: one per machine, run by `harness run -- script.py`.
 
-Joins the rendezvous, starts the script's workers with torchrun's environment, watches for notices,
-and leaves a mark when something is wanted of the workers; they agree at a step boundary, snapshot
-and leave. It knows nothing of torch (so it starts at once) nor of SkyPilot. It starts plain
-processes, not torch elastic's PContext, which kills those that are still saving.
+It joins the rendezvous, starts the script's workers with torchrun's environment, watches for
+notices, and writes a mark to request something of the workers; they agree at a step boundary,
+snapshot and leave. It knows nothing of torch (so it starts at once) or SkyPilot. It starts plain
+processes, not torch elastic's PContext, which kills workers that are still saving.
 
-This file is one turn of the loop: it feeds what happens to `machine.py`, which decides what a node
-does about it, and to `ends.py`, which judges how an epoch ended; and it carries out what they say.
-All that it needs of its machine comes in through `host.py`, so the simulation runs this very file.
+This file is the loop: it passes events to `node_state.py`, which decides what the node does, and
+evidence to `workers.py`, which judges how a generation (the code's `epoch`) ended; and it carries
+out their decisions. It reaches its machine only through `host.py`, so the simulation runs this
+file.
 
 Exit codes: see docs/ARCHITECTURE.md.
 """
@@ -16,20 +17,16 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from harness.agent import ends, flight, machine
-from harness.agent.config import AgentConfig
-from harness.agent.host import Hearing, Host
-from harness.agent.machine import AgentAct, AgentEvent, AgentState, Life, Now
-from harness.agent.memory import Due, EpochMemory, Stay
-from harness.agent.notices import NoticeSource
-from harness.agent.rendezvous import Rendezvous
-from harness.agent.run_state import RunState
-from harness.agent.telling import tell_script, why_overdue
+from harness.agent import flight_recorder, node_state, workers
+from harness.agent.host import EventInbox, Host, WorkerPool
+from harness.agent.node_state import AgentAct, AgentEvent, AgentState, NodePhase, Now
+from harness.agent.run_orders import RunOrders
+from harness.agent.workers import CHANGING, AgentConfig, End, Fruitless
 from harness.bucket.journal import Journal
-from harness.bucket.layout import Epoch, Member
+from harness.bucket.layout import NO_EPOCH, Epoch, Member
 from harness.core.facts import (
     AgentEnded,
     AgentStarted,
@@ -38,6 +35,7 @@ from harness.core.facts import (
     GraceSpent,
     HelperEnded,
     NoticeAcknowledged,
+    Warned,
 )
 from harness.core.world import (
     DRAINED,
@@ -49,14 +47,115 @@ from harness.core.world import (
     UNFIT,
     WrongProtocol,
 )
-from harness.node.progress import WorkerPhase
+from harness.node.heartbeat import WorkerPhase
+from harness.node.marks import Want
+from harness.notices.notice import NoticeSource
+from harness.rendezvous.rendezvous import Rendezvous
 from storage.errors import StoreError, StoreUnavailable
-from storage.objects import ObjectStore
+from storage.stores.objects import ObjectStore
 
-FENCE_S = 2.0  # between two looks for a newer epoch while all our peers are heard
+# A node's memory: its time in one generation (the code's `epoch`), its generations so far, and
+# when to do what next.
+
+# a longer gap between two rounds means that this node was suspended: that time is not silence
+FROZEN_S = 3.0
+
+# a script that has no session so long after its start is said to have none
+SESSION_WITHIN_S = 120.0
+NO_SESSION = (
+    "the script has no session: nothing of it is saved in the run, its work is lost with its node, "
+    "and other nodes start it from the beginning; call harness.attach(), or use a trainer that "
+    "docs/TRAINERS.md names"
+)
+
+
+@dataclass
+class Due:
+    """The times of the next looks, by our own clock. `round_s`: time of the last round."""
+
+    round_s: float
+    _next_s: dict[str, float] = field(default_factory=dict)
+
+    def now(self, what: str, now: float, every_s: float) -> bool:
+        """Return whether `what` is due; if so, it is due again in `every_s`."""
+        if now < self._next_s.get(what, 0.0):
+            return False
+        self._next_s[what] = now + every_s
+        return True
+
+    def at_once(self, what: str) -> None:
+        self._next_s[what] = 0.0
+
+    def slept_s(self, now: float) -> float:
+        """Return for how long we, or the machine, were suspended since the last round; 0.0: not."""
+        gap_s, self.round_s = now - self.round_s, now
+        return gap_s if gap_s > FROZEN_S else 0.0
+
+
+@dataclass
+class EpochTimes:
+    """Our time in one generation. All times are by our own clock; None: not yet."""
+
+    epoch: Epoch = NO_EPOCH
+    entered_s: float = 0.0
+    absent: set[str] = field(default_factory=set)  # members of it that are gone or dead
+    first_end_s: float | None = None  # when the first of our workers ended
+    peer_left_s: float | None = None
+    waiting_since_s: float | None = None  # since when a member has waited to join
+    # the request that a script without a session got by a signal, and when
+    told: Want = Want.NOTHING
+    told_s: float | None = None
+
+
+@dataclass
+class EpochHistory:
+    """The memory of this node's generations."""
+
+    left_s: float  # when we left the last one
+    beats: bool = False  # our heartbeat in the bucket has begun
+    reason: str = ""  # of our own end, in words
+    end: End | None = None  # of the last generation
+    tail: tuple[str, ...] = ()  # last lines of the log of the worker that failed
+    fruitless: Fruitless = field(default_factory=Fruitless)
+    sessionless_told: bool = False  # it was said that the script has no session
+    # changes of our member once our uploads are done, and when they are published anyway
+    ready: dict[str, Any] = field(default_factory=dict)
+    settle_until_s: float = 0.0
+
+
+# Notification of a script without a session that the world changes: a signal, on every node.
+
+
+def tell_script(
+    workers: WorkerPool,
+    rendezvous: Rendezvous,
+    stay: EpochTimes,
+    want: Want,
+    signal: str,
+    now: float,
+) -> None:
+    """Notify the workers and the peers, once in a generation. `want`: RESIZE or STOP; `signal`: its
+    name; "": none is configured, and nothing is sent (a session may be starting)."""
+    if not signal or workers.attached() or stay.told_s is not None:
+        return
+    if rendezvous.me.end != CHANGING:
+        rendezvous.mention(end=CHANGING)
+    workers.signal(signal)
+    stay.told, stay.told_s = want, now
+
+
+def why_overdue(stay: EpochTimes, bound_s: float, now: float) -> str:
+    """Return why the workers must be ended now although none has failed; "" if not."""
+    if stay.told_s is None or now - stay.told_s <= bound_s:
+        return ""
+    return f"its script was told {bound_s:.0f} s ago that the world changes, and has not ended"
+
+
+FENCE_S = 2.0  # between two looks for a newer generation while all lines to peers are up
 PAUSE_S = 0.02  # between two turns
-ANSWER_AGAIN_S = 1.0  # between two tries to commit the run's end while the bucket is silent
-KILLED = -signal.SIGKILL  # what the end of workers that we end counts as
+ANSWER_AGAIN_S = 1.0  # between two tries to commit the run's end while the bucket does not answer
+LAST_WORDS_S = 10.0  # for all that an agent writes into the bucket once its loop is over
+KILLED = -signal.SIGKILL  # exit code that counts for workers that we end
 
 
 class Agent:
@@ -65,20 +164,20 @@ class Agent:
     def __init__(
         self, config: AgentConfig, store: ObjectStore, sources: list[NoticeSource], host: Host
     ):
-        c, now = config, host.monotonic()
+        c, now, store = config, host.monotonic(), host.prompt(store)
         self.config, self._host = c, host
         self.name = f"m{c.attempt:04d}-{host.token()}"
         self.journal = Journal(store, f"agent-{self.name}", host.wall)
-        self._run = RunState(
+        self._run = RunOrders(
             store, self.name, c.attempt, c.timing.leaderless_s, c.worlds.replica_ranks
         )
         self._workers = host.workers(c, self.name, self.journal.record)
         self._helpers = host.helpers(c)
-        self._hearing = Hearing(sources)
+        self._hearing = EventInbox(sources)
         v = c.leaving
         times_s = (v.grace_s, v.drain_lead_s, v.doubt_ahead_s, c.fitness.unfit_grace_s)
-        self._node = AgentState(machine.Rules(self.name, *times_s), now + machine.WARM_S)
-        self._stay, self._past, self._due = Stay(), EpochMemory(left_s=now), Due(now)
+        self._node = AgentState(node_state.Rules(self.name, *times_s), now + node_state.WARM_S)
+        self._stay, self._past, self._due = EpochTimes(), EpochHistory(left_s=now), Due(now)
 
     # ---- life ------------------------------------------------------------------------------------
     def execute(self) -> int:
@@ -94,23 +193,23 @@ class Agent:
 
     def begin(self) -> None:
         c, host = self.config, self._host
-        self._workers.warm_up()  # first of all: its imports take longest
+        self._workers.warm_up()  # first: its imports take longest
         self._open()
         self.journal.record(
-            AgentStarted(self.name, c.attempt, host.name, c.nproc, c.accelerator, host.pid)
+            AgentStarted(self.name, c.attempt, host.name, c.nproc, c.hardware.accelerator, host.pid)
         )
         heard = self._hearing
         heard.listening = host.listen(c, heard.sources, heard.inbox.put)
         heard.hardware = host.measure(c, self.name, self.journal.record)
 
     def _open(self) -> None:
-        """Our uploader, our lines to the others, our seat in the rendezvous."""
+        """Open the uploader, the lines to the other members, and the rendezvous."""
         c, host = self.config, self._host
         self._uploads = host.uploads(c, self.name)
         self._lines = host.lines(c, self.name)
         me = Member(
             *(self.name, "warming", 0, c.addr, self._lines.port, host.free_port(c.addr)),
-            nproc=c.nproc, attempt=c.attempt, speed=c.speed, place=c.place,
+            nproc=c.nproc, attempt=c.attempt, speed=c.hardware.speed, place=c.place,
         )  # fmt: skip
         self.rendezvous = Rendezvous(
             self._run.store,
@@ -127,7 +226,7 @@ class Agent:
         )
 
     def turn(self) -> int | None:
-        """Look once at everything that is due. The exit code, once this node is done."""
+        """Run everything that is due once. Return the exit code if this node is done, else None."""
         try:
             if not self._past.beats:
                 self._host.start_beats(self.rendezvous)
@@ -142,22 +241,24 @@ class Agent:
         self._hearing.stop()
         self._workers.close()
         self._uploads.settle(self._settle_s())
+        self._host.last_words(LAST_WORDS_S)
         self.rendezvous.leave(end=self._past.end.value if self._past.end else "")
-        if code in (DRAINED, FINISHED):  # nobody waits for us any more
+        if code in (DRAINED, FINISHED):  # no other member waits for us now
             self._uploads.settle(self._settle_s(), near=code == DRAINED)
             self._acknowledge()
         self._uploads.close()
         self._lines.close()
+        self._host.last_words(LAST_WORDS_S)
         self.journal.record(AgentEnded(self.name, code, self._past.reason))
-        with contextlib.suppress(StoreError):  # helpers that end now may tell of it
+        with contextlib.suppress(StoreError):  # helpers that end now may report this fact
             self.journal.flush()
         self._helpers.end(wait_s=45.0 if code == FINISHED else 3.0)
-        with contextlib.suppress(StoreError):  # our last words
+        with contextlib.suppress(StoreError):
             self.journal.flush()
 
     def _acknowledge(self) -> None:
-        """The snapshot is committed and our workers have gone: who waits for us need not wait
-        any longer."""
+        """Acknowledge preemption notices where possible: our snapshot is committed and our workers
+        have ended, so the cloud need not wait any longer."""
         if not self.config.leaving.acknowledge or self._uploads.busy():
             return
         for notice in self._node.notices.values():
@@ -170,21 +271,21 @@ class Agent:
         timing = self.config.timing
         while not self._hearing.inbox.empty():
             self._feed(self._hearing.inbox.get_nowait())
-        self._feed(machine.Tick())
+        self._feed(node_state.Tick())
         now, code = self._host.monotonic(), None
         if slept_s := self._due.slept_s(now):
-            self._workers.forgive(slept_s)  # their silence is not theirs
-        if self._node.life is Life.IN:
+            self._workers.forgive(slept_s)  # this node was suspended: they did not hang
+        if self._node.life is NodePhase.IN:
             code = self._watch_workers(now)
         if self._lines.changed.is_set():
             self._due.at_once("tick")
         if code is None and self._due.now("tick", now, timing.tick_s):
             self._lines.changed.clear()
-            # training goes on while the bucket is silent
+            # training goes on while the bucket does not answer
             with contextlib.suppress(StoreUnavailable):
                 self._run.tell_doubt(self._node, self._node.doubtful(self._host.wall()))
                 self._heed_leader(now)
-                in_epoch = self._node.life is Life.IN
+                in_epoch = self._node.life is NodePhase.IN
                 code = self._watch_peers(now) if in_epoch else self._seek_epoch(now)
         if self._due.now("flush", now, timing.flush_s):
             for died in self._helpers.look(now):
@@ -195,8 +296,8 @@ class Agent:
 
     # ---- events and acts -------------------------------------------------------------------------
     def _feed(self, event: AgentEvent) -> None:
-        """Let the machine decide about `event`, and do what it says."""
-        self._node, acts = machine.step(
+        """Pass `event` to the state machine, and carry out its acts."""
+        self._node, acts = node_state.step(
             self._node, event, Now(self._host.monotonic(), self._host.wall())
         )
         for act in acts:
@@ -204,27 +305,27 @@ class Agent:
 
     def _do(self, act: AgentAct) -> None:
         match act:
-            case machine.Record(fact):
+            case node_state.Record(fact):
                 self.journal.record(fact)
-            case machine.Say(text):
+            case node_state.WriteLog(text):
                 self._host.say(text)
-            case machine.WriteMark(want, why, deadline_s):
-                self._workers.mark(want, why, deadline_s)
-            case machine.DrainUploads(deadline_s):
+            case node_state.WriteMark(want, why, deadline_s):
+                self._workers.mark.write(want, why, deadline_s)
+            case node_state.DrainUploads(deadline_s):
                 self._uploads.drain(deadline_s)
-            case machine.NotifyWorkers():
-                if self._node.life is Life.IN:
+            case node_state.NotifyWorkers():
+                if self._node.life is NodePhase.IN:
                     said = self._node.reigning()[1][0], self.config.leaving.notify_signal
                     tell_script(
                         self._workers, self.rendezvous, self._stay, *said, self._due.round_s
                     )
-            case machine.LookNow():
+            case node_state.PollNow():
                 self._due.at_once("tick")
-            case machine.SayLastWords(who, deadline_s):
+            case node_state.FlushBeforeKill(who, deadline_s):
                 self._say_last_words(who, deadline_s)
 
     def _say_last_words(self, who: str, deadline_s: float) -> None:
-        """Write what is safe and what is not. The workers are not killed: the cloud may be late."""
+        """Record which work is safe at a deadline. Workers go on: the cloud may be late."""
         signs = self._workers.signs()
         at, committed = max((s.step for s in signs), default=-1), -1
         with contextlib.suppress(StoreUnavailable):
@@ -232,7 +333,7 @@ class Agent:
         saving = self._uploads.busy() or any(
             s.place in (WorkerPhase.STAGING, WorkerPhase.SAVING) for s in signs
         )
-        verdict = machine.last_words(at, committed, bool(saving))
+        verdict = node_state.last_words(at, committed, bool(saving))
         epoch = self._stay.epoch.epoch
         self.journal.record(GraceSpent(self.name, epoch, deadline_s, at, committed, verdict))
         self._host.say(f"the deadline of {who} is here: {verdict}")
@@ -240,43 +341,43 @@ class Agent:
             self.journal.flush()
 
     def _heed_leader(self, now: float) -> None:
-        """Does anybody lead the run? If nobody has for too long, or nobody keeps its limits, this
-        node drains. Raises StoreUnavailable; then it looks again later."""
+        """Drain this node if the run has had no controller for too long, or its limits are reached
+        without one. Raises StoreUnavailable; it is then retried later."""
         if self._node.leaving or not self._due.now("lease", now, self.config.timing.lease_s):
             return
         if why := self._run.unled(now):
-            self._feed(machine.Unled(why))
+            self._feed(node_state.Unled(why))
 
     def _stop_order(self, now: float) -> str | None:
-        """Why the run shall stop, if it shall. Raises StoreError."""
+        """Return why the run must stop, or None. Raises StoreError."""
         if self._due.now("control", now, self.config.timing.control_s):
             self._run.look()
         return self._run.stop()
 
     def _give_up(self, reason: str) -> int:
-        """More tries would only burn money."""
+        """Request a stop of the run, since more tries would only cost money. Return `STOPPED`."""
         self._past.reason = reason
         self._run.ask_to_stop(reason, self._past.tail)
         return STOPPED
 
-    # ---- between epochs --------------------------------------------------------------------------
+    # ---- between generations ---------------------------------------------------------------------
     def _settle_s(self) -> float:
         return self._node.settle_s(self._host.wall(), self.config.uploads.settle_s)
 
     def _tell(self, **changes: Any) -> None:
-        # what we say of ourselves goes out with the next heartbeat then
+        # without the bucket, the changes go out with the next heartbeat
         with contextlib.suppress(StoreUnavailable):
             self.rendezvous.say(**changes)
 
     def _say_ready(self, now: float) -> bool:
-        """A worker may have died and left a snapshot to send: no newer epoch may begin before
-        it is committed."""
-        if self._node.life is not Life.SETTLING:
+        """Report that we are ready, and return whether that is so. A worker may have died and left
+        a snapshot to upload: the next generation must not begin before it is committed."""
+        if self._node.life is not NodePhase.SETTLING:
             return True
         if now < self._past.settle_until_s and self._uploads.busy():
             return False
         self._tell(**self._past.ready)
-        self._feed(machine.Ready())
+        self._feed(node_state.Ready())
         return True
 
     def _seek_epoch(self, now: float) -> int | None:
@@ -288,16 +389,16 @@ class Agent:
             return STOPPED
         if not self._node.may_join(now, self._workers.warm()):
             return None
-        if self._node.life is Life.WARMING:
+        if self._node.life is NodePhase.WARMING:
             if not self.rendezvous.admitted():
                 return None
             self._tell(state="ready")
-            self._feed(machine.Ready())
+            self._feed(node_state.Ready())
         if self._node.leaving:
             past.reason = self._node.leaving
             return self._node.gone_code
         last = self.rendezvous.newest()
-        if why := ends.why_no_more(self.rendezvous.me, last, past.fruitless, past.end):
+        if why := workers.why_no_more(self.rendezvous.me, last, past.fruitless, past.end):
             return self._give_up(why)
         epoch = self.rendezvous.try_form(self._run.room())
         if epoch is not None:
@@ -316,8 +417,8 @@ class Agent:
     def _enter(self, epoch: Epoch) -> None:
         self._workers.clear_signs()
         self._hearing.crowd(len(epoch.members))
-        self._feed(machine.Entered())
-        self._stay = Stay(epoch, entered_s=self._host.monotonic())
+        self._feed(node_state.Entered())
+        self._stay = EpochTimes(epoch, entered_s=self._host.monotonic())
         self._tell(
             state="in",
             epoch=epoch.epoch,
@@ -333,13 +434,13 @@ class Agent:
         else:
             self._helpers.release()
 
-    # ---- in an epoch -----------------------------------------------------------------------------
+    # ---- in a generation -------------------------------------------------------------------------
     def _watch_workers(self, now: float) -> int | None:
         stay, timing = self._stay, self.config.timing
         if self._node.overdue(now):
             return self._abandon(self._node.unfit)
         if hung := self._workers.find_hung(now):
-            self._feed(machine.WorkersHung(any(w.guilty for w in hung)))
+            self._feed(node_state.WorkersHung(any(w.guilty for w in hung)))
             return self._leave(self._end_workers())
         if not self._node.leaving and (late := why_overdue(stay, self.config.leaving.grace_s, now)):
             return self._abandon(late, RESIZE)
@@ -349,26 +450,36 @@ class Agent:
         stay.first_end_s = stay.first_end_s or now
         waited_s, alone = now - stay.first_end_s, len(stay.epoch.members) == 1
         silence_s, told = timing.dead_s + timing.beat_s, stay.told_s is not None
-        given = ends.patience(self._workers.seen(), alone, silence_s, told)
-        if given.to_blame and self.rendezvous.me.end != ends.FAILING:
-            self.rendezvous.mention(end=ends.FAILING)
+        given = workers.patience(self._workers.seen(), alone, silence_s, told)
+        if given.to_blame and self.rendezvous.me.end != workers.FAILING:
+            self.rendezvous.mention(end=workers.FAILING)
         if at_work and waited_s < given.others_s:
             return None
         if waited_s < given.evidence_s and not self._lost_member():
             return None
         return self._leave(self._end_workers())
 
+    def _tell_sessionless(self) -> None:
+        """Say, once and on the first member only, that the script has no session."""
+        epoch = self._stay.epoch
+        if not self._past.sessionless_told and self.name == epoch.members[0]:
+            self._past.sessionless_told = True
+            self.journal.record(Warned(0, epoch.epoch, NO_SESSION))
+            self._host.say(NO_SESSION)
+
     def _watch_peers(self, now: float) -> int | None:
         stay, epoch = self._stay, self._stay.epoch
         if self._workers.attached():
             self._uploads.ensure()
+        elif now - stay.entered_s > SESSION_WITHIN_S:
+            self._tell_sessionless()
         if (stop := self._stop_order(now)) is not None:
             self._past.reason = stop
-            self._feed(machine.StopOrdered())
+            self._feed(node_state.StopOrdered())
         for key in self._run.requests():
-            self._feed(machine.SnapshotAsked(key))
+            self._feed(node_state.SnapshotAsked(key))
         if self._run.released():
-            self._feed(machine.Released())
+            self._feed(node_state.Released())
         fence_s = FENCE_S if self._lines.all_up() else self.config.timing.tick_s
         if self._due.now("fence", now, fence_s) and self.rendezvous.newest().epoch > epoch.epoch:
             return self._abandon("a newer epoch exists without us")
@@ -378,18 +489,18 @@ class Agent:
         everybody = {m.member: m for m in found}
         stay.absent = {n for n, m in everybody.items() if m.state in ("gone", "dead")}
         peers = [everybody[n] for n in epoch.members if n != self.name and n in everybody]
-        said = ends.hear_peers(epoch.epoch, peers, stay.peer_left_s, now)
+        said = workers.hear_peers(epoch.epoch, peers, stay.peer_left_s, now)
         stay.peer_left_s = said.since_s
         if said.why:
             return self._abandon(said.why, RESIZE if said.planned else KILLED)
         if said.changing and self.config.leaving.notify_signal and not self._workers.attached():
-            self._feed(machine.PeersChange())
+            self._feed(node_state.PeersChange())
         self._invite(now, list(everybody.values()))
         return None
 
     def _invite(self, now: float, everybody: list[Member]) -> None:
-        """The first living member of the epoch asks for a bigger world when somebody fitting
-        waits to get in."""
+        """Request a bigger world if we are the first living member of the generation and a member
+        that fits waits to join."""
         stay, epoch = self._stay, self._stay.epoch
         alive = [m for m in everybody if m.state not in ("gone", "dead")]
         first = next((n for n in epoch.members if any(m.member == n for m in alive)), None)
@@ -399,59 +510,60 @@ class Agent:
             stay.waiting_since_s = None
             return
         stay.waiting_since_s = stay.waiting_since_s or now
-        if ends.make_room(alive, self.config.place, now - stay.waiting_since_s):
-            self._feed(machine.NewcomersWait())
+        if workers.make_room(alive, self.config.place, now - stay.waiting_since_s):
+            self._feed(node_state.NewcomersWait())
 
     def _lost_member(self) -> str:
-        """Of our epoch, as far as can be told; "": none."""
+        """Return a member of our generation that appears to be lost; "" if there is none."""
         epoch = self._stay.epoch
 
         def fell(name: str) -> bool:
-            return not self._lines.heard(name).up  # it fell, or never stood
+            return not self._lines.heard(name).up  # the line broke, or was never up
 
         with contextlib.suppress(StoreUnavailable):
             members = self.rendezvous.watch(epoch.members)
-            return ends.lost_member(members, self.name, epoch.epoch, fell)
+            return workers.lost_member(members, self.name, epoch.epoch, fell)
         return ""
 
-    # ---- its end ---------------------------------------------------------------------------------
+    # ---- the end of a generation -----------------------------------------------------------------
     def _end_workers(self) -> list[int]:
-        """Their exit codes."""
+        """End our workers, keep their flight dumps, and return their exit codes."""
         if stuck := self._workers.end():
             why = "cannot be killed: it hangs in the kernel, most likely in a driver"
-            self._feed(machine.FoundUnfit(f"rank {stuck[0]} {why}"))
+            self._feed(node_state.FoundUnfit(f"rank {stuck[0]} {why}"))
         epoch, dumps = self._stay.epoch.epoch, self._workers.flights()
-        flight.keep(self._run.store, self.journal.record, epoch, dumps)
+        flight_recorder.keep(self._run.store, self.journal.record, epoch, dumps)
         return [w.code for w in self._workers.all]
 
     def _abandon(self, why: str, code: int = KILLED) -> int | None:
-        """End our workers; `code`: what their end shall count as."""
+        """End our workers and leave the generation. `code`: exit code that counts for each."""
         self._host.say(f"epoch {self._stay.epoch.epoch} is over: {why}")
         return self._leave([code] * len(self._end_workers()))
 
     def _leave(self, codes: list[int]) -> int | None:
-        """Our workers of this epoch have ended with `codes`: what now?"""
+        """Leave the generation, whose workers have ended with `codes`. Return the agent's exit
+        code, or `AGAIN`."""
         self._past.left_s = self._host.monotonic()
-        self._feed(machine.Left())
+        self._feed(node_state.Left())
         end, evidence = self._judge(codes)
-        failure, failure_step = evidence.signature if end in ends.BROKEN_OFF else "", 0
-        if end in ends.BROKEN_OFF:
-            # without the bucket, the failure counts as one at the start
+        failure, failure_step = evidence.signature if end in workers.BROKEN_OFF else "", 0
+        if end in workers.BROKEN_OFF:
+            # without the bucket, the failure counts as one at step 0
             with contextlib.suppress(StoreUnavailable):
                 failure_step = self._count(evidence, bool(failure))
         hangs = self._node.hangs
         worn_out = hangs >= self.config.fitness.hangs_allowed
-        code = ends.exit_code(end, bool(self._node.unfit), worn_out)
+        code = workers.agent_exit_code(end, bool(self._node.unfit), worn_out)
         if code == UNFIT and not self._node.unfit:
-            self._feed(machine.FoundUnfit(f"its workers hung {hangs} times"))
+            self._feed(node_state.FoundUnfit(f"its workers hung {hangs} times"))
         self.journal.record(EpochLeft(self._stay.epoch.epoch, self.name, end.value))
         self._past.end = end
-        if end is not ends.End.UNFINISHED:
+        if end is not workers.End.UNFINISHED:
             self._past.reason = f"unfit: {self._node.unfit}" if code == UNFIT else end.value
-        if code in (FINISHED, ends.AGAIN):
+        if code in (FINISHED, workers.AGAIN):
             with contextlib.suppress(StoreUnavailable):
                 self.journal.flush()
-        if code is ends.AGAIN:
+        if code is workers.AGAIN:
             self._past.ready = {
                 "state": "ready",
                 "end": end.value,
@@ -465,13 +577,13 @@ class Agent:
             self._due.at_once("tick")
         return code
 
-    def _judge(self, codes: list[int]) -> tuple[ends.End, ends.Evidence]:
-        """How the epoch ended, by all the evidence that it takes."""
+    def _judge(self, codes: list[int]) -> tuple[workers.End, workers.Evidence]:
+        """Return how the generation ended, and the evidence for it; record failed workers."""
         epoch, seen = self._stay.epoch, tuple(self._workers.seen())
-        # it cannot read what others can
+        # this node cannot read data that others can
         if unfit := next((w for w in seen if w.code == UNFIT), None):
-            self._feed(machine.FoundUnfit(unfit.text))
-        evidence = ends.Evidence(
+            self._feed(node_state.FoundUnfit(unfit.text))
+        evidence = workers.Evidence(
             tuple(codes),
             seen,
             leaving=bool(self._node.leaving),
@@ -479,42 +591,43 @@ class Agent:
             attached=self._workers.attached(),
             told=self._stay.told,
         )
-        end = ends.classify(evidence)
-        # the node of rank 0 answers for the run
-        if end is ends.End.FINISHED and self.name == epoch.members[0]:
+        end = workers.classify(evidence)
+        # the node of rank 0 is responsible for the run's end
+        if end is workers.End.FINISHED and self.name == epoch.members[0]:
             evidence = replace(evidence, run_over=self._answer_for_run(epoch))
-        elif end in ends.BROKEN_OFF and evidence.asks_for_witness:
+        elif end in workers.BROKEN_OFF and evidence.asks_for_witness:
             evidence = replace(evidence, lost=self._lost_member())
-        end = ends.classify(evidence)
-        if end in ends.BROKEN_OFF:
+        end = workers.classify(evidence)
+        if end in workers.BROKEN_OFF:
             for fact in evidence.facts(self.name, epoch.epoch):
                 self.journal.record(fact)
             if culprit := evidence.culprit:
                 self._past.tail = culprit.tail
         return end, evidence
 
-    def _count(self, evidence: ends.Evidence, failed: bool) -> int:
-        """An epoch of ours was broken off. The step at which our failure counts. Raises
-        StoreUnavailable."""
+    def _count(self, evidence: workers.Evidence, failed: bool) -> int:
+        """Count a broken-off generation. Return the committed step to which our failure belongs; 0
+        if it was not ours. Raises StoreUnavailable."""
         committed, lasted_s = self._run.committed(), self._host.monotonic() - self._stay.entered_s
         fruitless = self._past.fruitless
         self._past.fruitless = fruitless.broken_off(committed, evidence.attached, lasted_s)
         return committed if failed else 0
 
     def _answer_for_run(self, epoch: Epoch) -> bool:
-        """All our workers ended with status 0: see to it that the run's end is committed. If the
-        script has not come so far, the run is stopped. Raises StoreUnavailable, after a long
-        time."""
+        """Ensure that the run's end is committed, since all our workers ended with status 0. If the
+        script has not finished, stop the run and return False. Raises StoreUnavailable, after
+        `wait_limit_s`."""
         give_up_s = self._host.monotonic() + self.config.timing.wait_limit_s
         while True:
             try:
                 if not self._workers.attached():
+                    self._tell_sessionless()
                     self._run.finish_for_script(epoch)
                 elif not self._run.is_over():
-                    self._give_up(ends.WHY_UNFINISHED)
+                    self._give_up(workers.WHY_UNFINISHED)
                     return False
                 return True
-            except StoreUnavailable:  # all is done but to say so
+            except StoreUnavailable:  # only the commit of the end is missing
                 if self._host.monotonic() > give_up_s:
                     raise
                 self._host.sleep(ANSWER_AGAIN_S)

@@ -1,1 +1,1 @@
-"""What lies in the bucket of a run, and how it is read and written."""
+"""The contents of a run's bucket, and their readers and writers."""

@@ -1,8 +1,8 @@
-"""Carries facts and step records to the bucket and back. Every seat has one Journal; its facts are
-one chain.
+"""Transport of facts and step records to the bucket and back. Every seat has one Journal, whose
+facts form one chain.
 
 An object store has no append, so a writer's facts become numbered create-only segments. A writer
-that dies loses at most what it had not flushed; what it flushed is whole.
+that dies loses at most what it had not flushed; flushed facts are complete.
 """
 
 from __future__ import annotations
@@ -12,25 +12,30 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from harness.bucket.archive import STEPS, Archive, read_columns, segments
-from harness.bucket.archive import read_facts as read_facts  # the journal's other end
-from harness.bucket.heads import key_for
+from harness.bucket.archive import (  # the reading side of the journal
+    STEPS,
+    Archive,
+    read_columns,
+    read_facts,
+    segments,
+)
 from harness.bucket.layout import FACTS, SAMPLES, segment_key
-from harness.bucket.volumes import fact_of, read_segment
-from harness.core import columns
-from harness.core import records as rec
-from harness.core.columns import Columns
-from harness.core.fact_lines import Chain, ChainReader
-from harness.core.facts import Fact, Stamped
+from harness.bucket.signed_heads import run_key, signer_of
+from harness.bucket.volumes import fact_in_line, read_segment
+from harness.core import step_records
+from harness.core import step_records as rec
+from harness.core.facts import Chain, ChainReader, Fact, Stamped
+from harness.core.signing import RunKey
+from harness.core.step_records import Columns
 from storage.errors import NotFound
-from storage.objects import ObjectStore, get_each
+from storage.stores.objects import ObjectStore, get_each
 
 Listener = Callable[[Stamped], None]
 
 
 class Journal:
-    """Records facts of one writer. `record` is cheap and never touches the store; `flush` makes
-    durable.
+    """The journal of one writer's facts. `record` is cheap and never touches the store; `flush`
+    makes facts durable.
 
     `writer` must be unique in the run: "<seat>-<something random or fenced>".
     """
@@ -43,9 +48,11 @@ class Journal:
         listeners: tuple[Listener, ...] = (),
     ):
         self.store, self.writer, self._now, self._listeners = store, writer, now, listeners
-        self._chain, self._seq, self._key = Chain(writer), 0, key_for(store)
+        self._chain, self._seq = Chain(writer), 0
+        self._signs = signer_of(store) is not None
+        self._key: RunKey | None = None  # None: not read yet, or nothing is signed
         self._pending: list[str] = []
-        # the segment on its way, and how many lines it takes with it
+        # the segment being written, and its number of pending lines
         self._sealed: tuple[bytes, int] | None = None
         self._lock = threading.Lock()
         self._flushing = threading.Lock()
@@ -58,68 +65,73 @@ class Journal:
             listener(Stamped(t, self.writer, fact))
 
     def flush(self) -> None:
-        """After this the facts recorded before are in the bucket. Raises StoreError; what
-        failed is kept and tried again."""
+        """Write all recorded facts to the bucket. Raises StoreError; facts that could not be
+        written are kept for a retry."""
         with self._flushing:
             while True:
-                # else an earlier flush was not answered: the very same bytes again
+                # if set, an earlier flush got no answer: retry with identical bytes
                 if self._sealed is None:
+                    if not self._pending:
+                        return
+                    if self._signs and self._key is None:
+                        self._key = run_key(self.store)
                     with self._lock:
-                        if not self._pending:
-                            return
                         if self._key is not None:
                             self._pending.append(self._chain.seal(self._now(), self._key))
                         lines = list(self._pending)
                     self._sealed = ("\n".join(lines) + "\n").encode(), len(lines)
                 data, count = self._sealed
-                key = segment_key(self.writer, self._seq)
-                if not self.store.create(key, data):
-                    self._is_ours(key, data)
+                at = segment_key(self.writer, self._seq)
+                if not self.store.create(at, data):
+                    self._is_ours(at, data)
                 self._seq, self._sealed = self._seq + 1, None
                 with self._lock:
                     del self._pending[:count]
 
     def _is_ours(self, key: str, data: bytes) -> None:
-        """What is there already, is it ours, of a flush that was not answered?"""
-        with contextlib.suppress(NotFound):  # it was, and is archived by now
+        """Check that the existing segment is ours, from a flush without an answer. Raises
+        RuntimeError if another process wrote it."""
+        with contextlib.suppress(NotFound):  # it was ours, and is archived by now
             if self.store.get(key) != data:
                 raise RuntimeError(
                     f"{key}: another process writes under the same name; writers must be unique"
                 )
 
     def read(self) -> list[Stamped]:
-        """What the controllers of this run have written, by time: all that a new one must know."""
+        """Return the facts of this run's controllers by time: all that a new controller needs.
+        Raises StoreError."""
         return read_facts(self.store, "controller-", steps=False)
 
 
 @dataclass
 class Follower:
-    """Reads only what is new since the last call; for live views. Does not check hashes (`harness
-    verify` does). What is no fact is an `Unreadable`.
+    """A reader of the facts that are new since the last call, for live views. It does not check
+    hashes (`harness prove verify` does). A line that is not a fact becomes an `Unreadable`.
 
-    Of what was archived before the first call it tells what a live view needs: the newest steps
-    only, and of ends of members (archive.MUCH) only the newest. `most`: segments that one call
-    reads, but the first; the rest comes with the next calls. `whole`: it tells all of that, but
-    the archived steps, which `archived_steps` has.
+    Of facts archived before the first call it returns those that a live view needs: the newest
+    steps, and only the newest of numerous kinds (archive.MUCH). `most`: segments that one call
+    reads, except the first call; the rest comes with the next calls (None: no limit). `whole`: it
+    returns all archived facts except the steps, which `archived_steps` returns.
     """
 
     store: ObjectStore
     prefix: str = FACTS
     most: int | None = None
     whole: bool = False
-    # numbers of segments that were read, by writer, as far as they are not known to be archived
+    # numbers of segments that were read and are not known to be archived, by writer
     _seen: dict[str, set[int]] = field(default_factory=dict)
     _archive: Archive = field(init=False)
     _begun: bool = False
-    _steps_end: int = 0  # volume up to which `archived_steps` was told
-    # read by a poll that the store then broke off
+    _steps_end: int = 0  # volume up to which `archived_steps` has returned steps
+    # facts read by a poll that a store error then ended
     _unread: list[Stamped] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._archive = Archive(self.store, follows=True)
 
     def poll(self) -> list[Stamped]:
-        """Raises StoreError; what was read until then comes with the next call."""
+        """Return the new facts by time. Raises StoreError; facts read until then come with the next
+        call."""
         writers = self.prefix.removeprefix(FACTS)
         cursors = self._archive.cursors
         place = {
@@ -143,17 +155,17 @@ class Follower:
         return new
 
     def archived_steps(self) -> Columns:
-        """Steps that were archived since the last call, as far as `poll` has read the archive;
-        some of them it may have told as facts. Raises StoreError."""
+        """Return the steps archived since the last call, as far as `poll` has read the archive.
+        `poll` may have returned some of them as facts. Raises StoreError."""
         end = self._archive.end
         if self._steps_end == end:
-            return columns.NONE
+            return step_records.NONE
         found = read_columns(self.store, STEPS, end, [], self._steps_end)
         self._steps_end = end
         return found
 
     def _archived(self, writers: str) -> Iterator[Stamped]:
-        """After the segments: see archive.py."""
+        """Yield new archived facts. Call it after reading the segments: see archive.py."""
         end = self._archive.end
         yield from self._archive.told(
             lambda writer, number: number in self._seen.get(writer, ()),
@@ -165,7 +177,7 @@ class Follower:
         if not self._begun and not self.whole:
             for writer, line in self._archive.tail:
                 if writer.startswith(writers):
-                    yield fact_of(writer, line)
+                    yield fact_in_line(writer, line)
         for writer, cursor in self._archive.cursors.items():
             if writer in self._seen:
                 self._seen[writer] = {n for n in self._seen[writer] if n >= cursor.next}
@@ -174,10 +186,10 @@ class Follower:
 def read_records(
     store: ObjectStore, head_key: str, head: str, genesis: str
 ) -> list[rec.StepRecord]:
-    """The chain of step records that ends at `head` (as named by a manifest), first step first.
+    """Read the chain of step records that ends at `head` (as named by a manifest), in order.
 
-    Walks backwards from object to object by hash. Raises records.BrokenRecords naming what does not
-    fit.
+    It walks backwards from object to object by hash. Raises step_records.BrokenRecords,
+    which names what does not fit; StoreError.
     """
     by_head = rec.heads(store.list(SAMPLES))
     parts: list[list[rec.StepRecord]] = []  # newest first

@@ -1,13 +1,14 @@
-"""What lies in a run's bucket: every key and every object of it, with one decoder each.
+"""The layout of a run's bucket: every key and every object in it, with one decoder each.
 
-Pure. Knows no store: the modules beside it read and write (`orders.py`, `epochs.py`, `lease.py`,
-`journal.py`). The rules of all decoders, and their one error, are in `core/values.py`; lines of
-facts and of step records are decoded in `core/facts.py` and `core/records.py`; what W&B, MLflow
-and TensorBoard are told, in `streamed.py`; limits that nodes keep, in `limits.py`; what snapshots
-consist of belongs to `storage` (`storage/manifest.py`, `storage/marks.py`). The table of all
-objects, with bounds and what damage does, is in docs/ARCHITECTURE.md.
+Pure. It knows no store: the modules beside it read and write (`orders.py`,
+`controller_lease.py`, `journal.py`). The rules of all decoders, and their single error, are in
+`core/decoding.py`; lines of facts and of step records are decoded in `core/facts.py` and
+`core/step_records.py`; data for W&B, MLflow and TensorBoard in `look/trackers/stream_objects.py`;
+limits that nodes enforce in `controller_lease.py`; the contents of snapshots belong to `storage`
+(`storage/snapshots/manifest.py`, `storage/snapshots/snapshots.py`). The table of all objects, with
+bounds and the effect of damage, is in docs/design/BUCKET.md.
 
-A key that is not named as here is somebody else's: it is passed over.
+Keys in any other form are not ours, and are skipped.
 """
 
 from __future__ import annotations
@@ -19,61 +20,59 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.core import records, values
-from harness.core.masking import masked, masked_deep
-from harness.core.values import (
+from harness.core import decoding, step_records
+from harness.core.decoding import (
     Amount,
-    BadObject,
     Count,
     Natural,
     NewerProtocol,
     Port,
     amount,
     built,
-    canonical,
     check_protocol,
     decoded,
-    digest,
-    parsed,
     protocol_of,
-    spoken,
     stamped,
     word,
+    written_protocol,
 )
-from storage.objects import checked_key
+from harness.core.masking import masked, masked_deep
+from storage.canonical_json import BadObject, canonical, digest, parsed
+from storage.errors import NotFound
+from storage.stores.objects import ObjectStore, checked_key
 
 # ---- keys ----------------------------------------------------------------------------------------
-IDENTITY = "run.json"  # create-only: what the run is
+IDENTITY = "run.json"  # create-only: the run's identity
 LEASES = "lease/"
 CONTROL = "control/"
-STOP_KEY = "control/stop.json"  # the whole run drains, and nobody comes back by itself
+STOP_KEY = "control/stop.json"  # the whole run drains, and no node rejoins automatically
 SNAPSHOT = "control/snapshot-"  # + anything: all ranks snapshot and go on
-# + attempt: written by the agent of a node that may not stay, and taken back by it
+# + attempt: written, and withdrawn, by the agent of a node that may not stay
 DOUBT = "control/doubt-"
 LEAVE = "control/leave-"  # + attempt: written by the controller, to have a node snapshot and leave
-LIMITS_KEY = "control/limits.json"  # rewritten by who leads: what agents keep when nobody does
+LIMITS_KEY = "control/limits.json"  # rewritten by the controller: limits for when there is none
 FACTS = "facts/"
-ARCHIVE = "archive/"  # what long runs were archived to: archive.py, recorded.py
-SAMPLES = records.SAMPLES
+ARCHIVE = "archive/"  # the archive of long runs: archive.py
+SAMPLES = step_records.SAMPLES
 MEMBERS, EPOCHS, CLOSED = "rdzv/members/", "rdzv/epochs/", "rdzv/closed/"
-SECRET = "rdzv/secret.json"  # create-only: what nodes that serve chunks to each other must know
-CHUNKS = "rdzv/chunks/"  # create-only, by member: where its chunks are served
+SECRET = "rdzv/secret.json"  # create-only: secret of nodes that serve chunks to each other
+CHUNKS = "rdzv/chunks/"  # create-only, by member: address of its chunk server
 TRACKERS = "trackers/"
-PROFILES = "profiles/"  # + epoch, rank, steps: traces, which nothing here reads
-SETUP = "setup/"  # create-only: how the run was set up (setups.py)
-HEADS = "heads/"  # create-only: what there must be at least, signed (heads.py)
-LOGBOOK = "logbook/"  # create-only: what people write about the run (notes.py)
-WATCH = "watch/"  # + name: what side jobs have done (side_jobs.py)
+PROFILES = "profiles/"  # + epoch, rank, steps: traces, which no code here reads
+SETUP = "setup/"  # create-only: the run's setups (setup_objects.py)
+HEADS = "heads/"  # create-only: signed lower bounds of the bucket's content (signed_heads.py)
+LOGBOOK = "logbook/"  # create-only: notes that people write about the run (setup_report.py)
+WATCH = "watch/"  # + name: claims and outcomes of side jobs (side_jobs.py)
 
 # ---- bounds --------------------------------------------------------------------------------------
-SMALL_NBYTES = 64 << 10  # of what one member or controller says of itself
-EPOCH_NBYTES = 4 << 20  # some hundred bytes for each of thousands of members
-LONGEST = 4000  # letters of a reason
+SMALL_NBYTES = 64 << 10  # of an object that describes one member or controller
+EPOCH_NBYTES = 4 << 20  # a few hundred bytes for each of thousands of members
+LONGEST = 4000  # characters of a reason
 TAIL_LINES, TAIL_LETTERS = 200, 2000  # of a worker's log that travels with an order
-PROMISE_S = 10.0  # between two beats of a member that does not say how often it beats
-LONGEST_S = 60.0  # nobody promises so little that its death would not be noticed
-MOST_TTL_S = 600.0  # no controller is believed to need longer between two beats
-USUAL_TTL_S = 20.0  # of a lease term that does not say
+PROMISE_S = 10.0  # between two heartbeats of a member that gives no interval
+LONGEST_S = 60.0  # greatest accepted heartbeat interval, so that a death is noticed
+MOST_TTL_S = 600.0  # greatest accepted timeout of a controller
+USUAL_TTL_S = 20.0  # timeout of a lease term that gives none
 
 _NAME = r"([^/]+)"
 _TERM = re.compile(r"lease/(\d{6,12})\.json")
@@ -83,13 +82,23 @@ SEGMENT = re.compile(rf"facts/{_NAME}/(\d{{6,12}})\.jsonl")
 
 
 def term_key(term: int, suffix: str = "json") -> str:
-    """`suffix` "beat": what the holder of that term rewrites."""
+    """Return the key of a lease term. `suffix` "beat": the heartbeat that its holder rewrites."""
     return f"{LEASES}{term:06d}.{suffix}"
 
 
+MOST_TERMS_MISSED = 100_000  # between two terms of a listing that misses some
+
+
 def newest_term(keys: Iterable[str]) -> int:
-    """The newest term among what lies under `lease/`; 0: none."""
-    return max((int(found[1]) for key in keys if (found := _TERM.fullmatch(key))), default=0)
+    """Return the newest term among the keys under `lease/`; 0 if there is none. Terms follow one
+    another: a number far beyond the one before it was put there by somebody else, and would leave
+    no next one."""
+    newest = 0
+    for term in sorted(int(found[1]) for key in keys if (found := _TERM.fullmatch(key))):
+        if term - newest > MOST_TERMS_MISSED:
+            break
+        newest = term
+    return newest
 
 
 def epoch_key(epoch: int) -> str:
@@ -97,7 +106,7 @@ def epoch_key(epoch: int) -> str:
 
 
 def epoch_of(key: str) -> int:
-    """The number in the key of an epoch; 0: it is another key."""
+    """Return the number in a generation's key; 0 for another key."""
     found = _EPOCH.fullmatch(key)
     return int(found[1]) if found else 0
 
@@ -111,13 +120,14 @@ def member_key(member: str) -> str:
 
 
 def member_of(key: str) -> str:
-    """Whose object it is; "": it is another key."""
+    """Return the member in a member's key; "" for another key."""
     found = _MEMBER.fullmatch(key)
     return found[1] if found else ""
 
 
 def attempt_of(member: str) -> int:
-    """Members are named `m<attempt>-<random>`; 0: no controller launched it."""
+    """Return the attempt of a member, named `m<attempt>-<random>`; 0 if it was not launched by a
+    controller."""
     found = member.removeprefix("m").partition("-")[0]
     return int(found) if found.isascii() and found.isdigit() and len(found) <= 12 else 0
 
@@ -127,7 +137,7 @@ def chunks_key(member: str) -> str:
 
 
 def order_key(kind: str, attempt: int) -> str:
-    """`kind`: DOUBT or LEAVE."""
+    """Return the key of an order or doubt about an attempt. `kind`: DOUBT or LEAVE."""
     return f"{kind}{attempt:06d}.json"
 
 
@@ -136,12 +146,12 @@ def segment_key(writer: str, number: int) -> str:
 
 
 def profile_key(epoch: int, rank: int, first: int, last: int, name: str) -> str:
-    """Of what a rank saw of the steps `first` to `last`. `name`: what kind of file it is."""
+    """Return the key of a rank's profile of the steps `first` to `last`. `name`: kind of file."""
     return f"{PROFILES}e{epoch:06d}/r{rank:05d}-{first:010d}-{last:010d}.{name}"
 
 
 def published_key(tracker: str, first: int) -> str:
-    """Of the batch of steps that begins with `first`."""
+    """Return the key of a tracker's marker for the batch of steps that begins with `first`."""
     return f"{TRACKERS}{tracker}/{first:010d}.json"
 
 
@@ -152,8 +162,9 @@ def claim_key(tracker: str, first: int) -> str:
 # ---- run.json ------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Identity:
-    """What must stay the same for the whole run. `body`: all of it, also what a newer version
-    wrote; the chain of step records begins with its hash. Samples: 0 is an iterable dataset."""
+    """The values that must stay the same for the whole run. `body`: the whole object, including
+    fields of a newer version; the chain of step records begins with its hash. `samples`: 0 for an
+    iterable dataset."""
 
     version: Count = 1
     seed: int = 0
@@ -169,61 +180,63 @@ class Identity:
 
     @classmethod
     def decode(cls, data: bytes) -> Identity:
-        """Raises BadObject, NewerProtocol."""
+        """Decode run.json. Raises BadObject, NewerProtocol."""
         body = parsed(data, most_nbytes=SMALL_NBYTES, finite=True)
         if isinstance(body, dict):
             check_protocol(body)
         found = built(cls, {**body, "body": body} if isinstance(body, dict) else body)
-        if found.version > values.RUN_VERSION:
+        if found.version > decoding.RUN_VERSION:
             raise NewerProtocol(
                 f"the run is of version {found.version}, this code reads up to "
-                f"{values.RUN_VERSION}; update the package here"
+                f"{decoding.RUN_VERSION}; update the package here"
             )
         return found
 
     @property
     def micro_batches(self) -> int:
-        """That a step consists of; 0: it does not say."""
+        """Micro-batches of a step; 0: unknown."""
         return self.global_batch // self.micro_batch if self.micro_batch else 0
 
 
 # ---- rendezvous ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Member:
-    """What a member says of itself. `epoch` is the last one it took part in (0: none yet)."""
+    """A member's description of itself. `epoch`: the last generation that it took part in (0: none
+    yet)."""
 
     member: str
-    # "warming": not ready yet | "ready": wants a new epoch | "in": its workers run | "gone":
-    # goodbye
+    # "warming": not ready yet | "ready": wants a new generation | "in": its workers run | "gone":
+    # it has left
     state: str
     epoch: Natural
     addr: str
-    probe_port: Port  # where its lines are had
+    probe_port: Port  # where it serves its lines
     master_port: Port  # free at the moment; used if this member gets rank 0
     nproc: Count
     attempt: Natural = 0
     speed: Amount = 1.0
     beat: Natural = 0
-    end: str = ""  # how its last epoch ended for it: facts.EpochLeft.why
-    failure: str = ""  # signature of the script's failure that ended its last epoch
+    end: str = ""  # how its last generation ended for it: facts.EpochLeft.why
+    failure: str = ""  # signature of the script's failure that ended its last generation
     failure_step: Natural = 0  # newest committed step when it failed
-    place: str = ""  # who is in one place reach each other; an epoch is in one place
-    beat_s: Amount = 0.0  # a promise: its object is rewritten at least so often; 0: as everybody's
-    key: str = ""  # what callers of its lines must know; "": written by an older version
-    protocol: Natural = field(default_factory=spoken)
+    place: str = ""  # members of one place reach each other; a generation is in one place
+    beat_s: Amount = 0.0  # promised seconds between heartbeats, at most; 0: the default
+    key: str = ""  # secret that callers of its lines need
+    protocol: Natural = field(default_factory=written_protocol)
 
     @classmethod
     def decode(cls, data: bytes) -> Member:
-        """Raises BadObject, NewerProtocol."""
+        """Decode a member. Raises BadObject, NewerProtocol."""
         return decoded(cls, data, most_nbytes=SMALL_NBYTES)
 
     def encode(self) -> bytes:
-        return json.dumps(masked_deep(_as_ever(dataclasses.asdict(self)))).encode()
+        return json.dumps(masked_deep(stamped(dataclasses.asdict(self)))).encode()
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """One world. Ranks are dense: the i-th member has ranks [sum(nproc[:i]), sum(nproc[:i+1]))."""
+    """One rendezvous generation: a world and its members. Ranks are dense: the i-th member has
+    ranks [sum(nproc[:i]), sum(nproc[:i+1]))."""
 
     epoch: Natural
     members: tuple[str, ...]
@@ -232,17 +245,17 @@ class Epoch:
     addr: str  # of rank 0's node
     port: Port
     reason: str  # "start" | "grow" | "shrink" | "loss" | "restart"
-    streak: Natural = 0  # how often in a row the script has failed so without any new commit
+    streak: Natural = 0  # consecutive equal failures of the script without a new commit
     failure: str = ""
     failure_step: Natural = 0
     # ranks that hold one copy of the model together: replica i has ranks [i * this, (i + 1) * this)
     replica_ranks: Count = 1
-    mesh: str = ""  # how the ranks of one copy share it, as core/mesh.py spells it
-    protocol: Natural = field(default_factory=spoken)
+    mesh: str = ""  # device mesh of one model copy, in the text form of core/mesh.py
+    protocol: Natural = field(default_factory=written_protocol)
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """World size: the number of ranks."""
         return sum(self.nproc)
 
     def ranks(self, member: str) -> range:
@@ -252,7 +265,7 @@ class Epoch:
 
     @classmethod
     def decode(cls, data: bytes) -> Epoch:
-        """Raises BadObject, NewerProtocol."""
+        """Decode a generation. Raises BadObject, NewerProtocol."""
         found = decoded(cls, data, most_nbytes=EPOCH_NBYTES)
         if not found.members or not len(found.members) == len(found.nproc) == len(found.speeds):
             raise BadObject(
@@ -266,35 +279,27 @@ class Epoch:
         return found
 
     def encode(self) -> bytes:
-        """As it lies in the bucket; `h` is its hash, so that an audit sees a changed byte."""
-        body = json.loads(json.dumps(masked_deep(_as_ever(dataclasses.asdict(self)))))
+        """Encode the object for the bucket. `h` is its hash, so that an audit detects changes."""
+        body = json.loads(json.dumps(masked_deep(stamped(dataclasses.asdict(self)))))
         return json.dumps({**body, "h": digest(canonical(body))}).encode()
 
 
-# what came later than the first members and epochs
-USUAL = {"key": "", "replica_ranks": 1, "mesh": ""}
-
-
-def _as_ever(body: dict[str, Any]) -> dict[str, Any]:
-    """Without what is usual and came later, so that older versions and hashes are as ever."""
-    kept = {k: v for k, v in body.items() if k not in USUAL or v != USUAL[k]}
-    return stamped(kept)
-
-
+# why a run ended whose script had no session (`Snapshots.ended`)
+WITHOUT_SESSION = "the script exited 0"
 NO_EPOCH = Epoch(0, (), (), (), "", 0, "none")
 
 
 @dataclass(frozen=True)
-class Glance:
-    """What anybody can tell of a member's object, whatever version wrote it."""
+class MemberHeader:
+    """The fields of a member's object that can be read whatever version wrote it."""
 
-    gone: bool = False  # it said goodbye
-    promise_s: float = PROMISE_S  # it beats at least so often
-    beats: int = 0  # so many it has made; 0: nobody knows
+    gone: bool = False  # it recorded its goodbye
+    promise_s: float = PROMISE_S  # promised longest time between heartbeats
+    beats: int = 0  # heartbeats so far; 0: unknown
 
     @classmethod
-    def of(cls, data: bytes) -> Glance:
-        """Never fails: an object that cannot be read is somebody's all the same."""
+    def of(cls, data: bytes) -> MemberHeader:
+        """Decode what is readable. Never fails: an unreadable object still belongs to a member."""
         try:
             body = parsed(data, most_nbytes=SMALL_NBYTES)
         except BadObject:
@@ -310,14 +315,14 @@ class Glance:
 
 @dataclass(frozen=True)
 class ChunkServerAt:
-    """Where a member serves chunks of snapshots to its peers."""
+    """The address at which a member serves chunks of snapshots to its peers."""
 
     addr: str
     port: Port
 
     @classmethod
     def decode(cls, data: bytes) -> ChunkServerAt:
-        """Raises BadObject."""
+        """Decode an address. Raises BadObject."""
         body = parsed(data, most_nbytes=SMALL_NBYTES)
         if not isinstance(body, list) or len(body) != 2:
             raise BadObject(f"wanted an address and a port, found {type(body).__name__}")
@@ -331,7 +336,7 @@ class ChunkServerAt:
 
 
 def secret_of(data: bytes) -> str:
-    """What peers must know, as we make it. Raises BadObject for anything else, such as an empty
+    """Decode the secret of peers. Raises BadObject for one that we would not make, such as an empty
     one that strangers could guess."""
     found = parsed(data, most_nbytes=SMALL_NBYTES)
     if not isinstance(found, str) or not 32 <= len(found) <= 256 or not found.isascii():
@@ -340,27 +345,28 @@ def secret_of(data: bytes) -> str:
 
 
 # ---- lease ---------------------------------------------------------------------------------------
-RELEASED = b"released"  # a beat: a successor need not wait
+RELEASED = b"released"  # a heartbeat: a successor need not wait
 
 
 @dataclass(frozen=True)
 class Term:
-    """What `lease/{term}.json` says. `newer`: a newer version of this code leads the run."""
+    """The content of `lease/{term}.json`. `newer`: set if a newer version of this code controls the
+    run."""
 
     holder: str = "another controller"
     ttl_s: Amount = USUAL_TTL_S
-    newer: int = 0  # its protocol; 0: we can read it
-    heeds: Natural = 0  # whose stop order lay there when this term was taken: it goes on to stand
+    newer: int = 0  # protocol of the newer version; 0: not newer
+    heeds: Natural = 0  # term of the stop order that existed at its start and stays valid; 0: none
 
     @classmethod
     def decode(cls, data: bytes) -> Term:
-        """Never fails: who holds a term holds it, whatever is in there."""
+        """Decode a term. Never fails: a term is held whatever its object contains."""
         try:
             body = parsed(data, most_nbytes=SMALL_NBYTES)
             protocol = protocol_of(body) if isinstance(body, dict) else 1
         except BadObject:
             return cls()
-        newer = protocol if protocol > values.PROTOCOL else 0
+        newer = protocol if protocol > decoding.PROTOCOL else 0
         try:
             found = built(cls, {**body, "newer": newer} if isinstance(body, dict) else body)
         except BadObject:
@@ -380,14 +386,14 @@ UNSAID = "stop requested"
 
 @dataclass(frozen=True)
 class StopOrder:
-    """Why the run shall stop, and who says so. `failed`: it cannot go on as it is; else it may
-    be launched again."""
+    """An order to stop the run. `by`: its author. `failed`: the run cannot go on as it is;
+    otherwise it may be launched again."""
 
     reason: str
     by: str = ""
     failed: bool = False
     log_tail: tuple[str, ...] = ()  # of the worker that failed
-    term: int = 0  # of the controller that says so; 0: a person or an agent
+    term: int = 0  # of the ordering controller; 0: a person or an agent
 
     def to_json(self) -> bytes:
         body = masked_deep(dataclasses.asdict(self))
@@ -395,8 +401,8 @@ class StopOrder:
 
     @classmethod
     def from_json(cls, data: bytes) -> StopOrder:
-        """Never fails: whoever leaves an object at the key of an order means it, also an empty
-        one, one without a reason, and one that is no JSON."""
+        """Decode an order. Never fails: any object at the key of an order counts, including an
+        empty one, one without a reason, and one that is not JSON."""
         if not data.strip():
             return cls(UNSAID)
         try:
@@ -417,15 +423,15 @@ class StopOrder:
 
 
 def order_by(by: str, reason: str = "", term: int = 0) -> bytes:
-    """An order whose key says all (SNAPSHOT, DOUBT, LEAVE, CLOSED); its words are for people, and
-    nothing reads them. `term`: of the controller that gives it; 0: a person or an agent."""
+    """Encode an order that is fully defined by its key (SNAPSHOT, DOUBT, LEAVE, CLOSED). `by` and
+    `reason` are for people only. `term`: of the ordering controller; 0: a person or an agent."""
     said = {"by": by, "reason": masked(reason), "term": term}
     return json.dumps({k: v for k, v in said.items() if k == "by" or v}).encode()
 
 
 def ordered_in(data: bytes) -> int:
-    """The term of the controller that gave an order of `order_by`; 0: a person, an agent, or nobody
-    can say. Never fails."""
+    """Return the term of the controller that gave an order of `order_by`; 0 for a person or an
+    agent, or if unreadable. Never fails."""
     try:
         body = parsed(data, most_nbytes=SMALL_NBYTES)
     except BadObject:
@@ -441,8 +447,8 @@ def _term_in(body: dict[str, Any]) -> int:
 # ---- trackers ------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Published:
-    """Marker of a batch of steps that a tracker has published. `files`: what lies in `folder`,
-    with hashes."""
+    """The marker of a batch of steps that a tracker has published. `files`: name -> hash of the
+    files in `folder`."""
 
     last: Natural
     folder: str
@@ -455,7 +461,7 @@ class Published:
 
     @classmethod
     def decode(cls, data: bytes, first: int) -> Published:
-        """Of the batch that begins with `first`. Raises BadObject."""
+        """Decode the marker of the batch that begins with `first`. Raises BadObject."""
         found = decoded(cls, data)
         if found.last < first:
             raise BadObject(f"wanted a last step from {first} on, found {found.last}")
@@ -474,15 +480,46 @@ class Published:
 
 @dataclass(frozen=True)
 class Claim:
-    """Who publishes a batch at the moment, and since when (wall clock)."""
+    """A claim on a batch. `by`: its current publisher; `t`: wall clock of the claim."""
 
     by: str
     t: Amount
 
     @classmethod
     def decode(cls, data: bytes) -> Claim:
-        """Raises BadObject."""
+        """Decode a claim. Raises BadObject."""
         return decoded(cls, data, most_nbytes=SMALL_NBYTES)
 
     def encode(self) -> bytes:
         return canonical(dataclasses.asdict(self))
+
+
+# Generations (the code's `epoch`) in the bucket: every process reads them; the node agent's
+# rendezvous writes them. Their contents and keys are in `layout.py`.
+
+
+def read_epoch(store: ObjectStore, epoch: int) -> Epoch:
+    """Read a generation. Raises NotFound; BadObject if the object is not the generation of this
+    number; NewerProtocol."""
+    found = Epoch.decode(store.get(epoch_key(epoch)))
+    if found.epoch != epoch:
+        raise BadObject(f"wanted epoch {epoch}, found {found.epoch}")
+    return found
+
+
+def epoch_numbers(store: ObjectStore) -> list[int]:
+    """Return the generation numbers that are taken, ascending, whatever their objects contain."""
+    return sorted(number for key in store.list(EPOCHS) if (number := epoch_of(key)))
+
+
+def newest_epoch(store: ObjectStore) -> Epoch:
+    """Return the newest readable generation, or NO_EPOCH. Damaged ones are skipped. Raises
+    NewerProtocol."""
+    for number in reversed(epoch_numbers(store)):
+        try:
+            return read_epoch(store, number)
+        except NewerProtocol:
+            raise
+        except (NotFound, BadObject):
+            continue
+    return NO_EPOCH

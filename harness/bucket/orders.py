@@ -1,35 +1,34 @@
-"""What people, controllers and agents ask of a run in its bucket: reading and writing orders, and
-which of them stand.
+"""Orders that people, controllers and node agents give to a run in its bucket: reading and writing
+them, and deciding which are valid.
 
-An order of a controller carries the term of its lease. It stands until a newer term is taken. A
-controller that was paused between its look at the lease and its write asks too late, and nobody
-obeys it. A stop order that lay there when the next term was taken goes on to stand: that term says
-so (`Term.heeds`), and who took it carries the order out. What people and agents ask for has no
-term, and stands until it is taken back.
+An order of a controller carries the term of its lease (a fencing token). It is valid until a newer
+term is taken. A controller that was paused between its look at the lease and its write is too late,
+and its order is ignored. A stop order that existed when the next term was taken stays valid: that
+term records it (`Term.heeds`), and its holder carries the order out. Orders of people and node
+agents have no term, and are valid until withdrawn.
 
-Pure: knows a store's interface, and nothing of who acts on an order. Keys, and what orders consist
-of, are in `layout.py`.
+Pure: it knows a store's interface, but not which process acts on an order. Keys and contents of
+orders are in `layout.py`.
 """
 
 from __future__ import annotations
 
 from harness.bucket.layout import (
     LEAVE,
+    STOP_KEY,
+    StopOrder,
     Term,
     order_by,
     order_key,
     ordered_in,
     term_key,
 )
-from harness.bucket.layout import SNAPSHOT as SNAPSHOT
-from harness.bucket.layout import STOP_KEY as STOP_KEY
-from harness.bucket.layout import StopOrder as StopOrder
 from storage.errors import NotFound
-from storage.objects import ObjectStore
+from storage.stores.objects import ObjectStore
 
 
 def stop_order(store: ObjectStore) -> StopOrder | None:
-    """The run's, if somebody asked it to stop and that stands. Raises StoreError."""
+    """Return the run's stop order, or None if there is no valid one. Raises StoreError."""
     try:
         order = StopOrder.from_json(store.get(STOP_KEY))
     except NotFound:
@@ -38,17 +37,17 @@ def stop_order(store: ObjectStore) -> StopOrder | None:
 
 
 def ask_to_stop(store: ObjectStore, order: StopOrder) -> bool:
-    """False: it was asked before, and that order stands. Raises StoreError."""
+    """Give a stop order. Return False if an earlier one is still valid. Raises StoreError."""
     if store.create(STOP_KEY, order.to_json()):
         return True
     if stop_order(store) is not None:
         return False
-    store.put(STOP_KEY, order.to_json())  # in place of a late order, which nobody obeys
+    store.put(STOP_KEY, order.to_json())  # replaces an invalid order
     return True
 
 
 def asked_to_leave(store: ObjectStore, attempt: int) -> bool:
-    """Is the node of this attempt to snapshot and leave? Raises StoreError."""
+    """Return whether the node of this attempt has to snapshot and leave. Raises StoreError."""
     try:
         term = ordered_in(store.get(order_key(LEAVE, attempt)))
     except NotFound:
@@ -57,8 +56,8 @@ def asked_to_leave(store: ObjectStore, attempt: int) -> bool:
 
 
 def ask_to_leave(store: ObjectStore, attempt: int, reason: str, term: int) -> bool:
-    """In the name of the controller of this term. False: it was asked before, and that stands.
-    Raises StoreError."""
+    """Order a node to leave, in the name of the controller of this term. Return False if an earlier
+    order is still valid. Raises StoreError."""
     key, body = order_key(LEAVE, attempt), order_by("controller", reason, term)
     if store.create(key, body):
         return True
@@ -69,13 +68,14 @@ def ask_to_leave(store: ObjectStore, attempt: int, reason: str, term: int) -> bo
 
 
 def _stands(store: ObjectStore, term: int, handed_on: bool = False) -> bool:
-    """Does an order of this term stand? `handed_on`: later terms may have taken it over."""
+    """Return whether an order of this term is valid. `handed_on`: later terms may have taken it
+    over."""
     newest = term
     while newest:
         try:
             after = Term.decode(store.get(term_key(newest + 1)))
         except NotFound:
-            return True  # nobody has led the run since
+            return True  # no later controller
         if not handed_on or after.heeds != term:
             return False
         newest += 1

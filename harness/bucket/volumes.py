@@ -1,13 +1,14 @@
-"""Archived facts as bytes: a volume as it was written, and the digest of it that views read.
+"""Archived facts as bytes: a volume as it was written, and the summaries of it that views read.
 
-    archive/raw/<n>            segments of many writers, byte by byte. Volumes are a chain by hash;
-                               only `harness verify`, and who wants every step as a fact, reads them
-    archive/brief/<block>      every fact of some volumes but the steps, line by line as written;
-                               of measurements some, evenly (`thinned`)
-    archive/steps/<block>      their steps as columns (core/columns.py)
+    archive/raw/<n>            segments of many writers, byte by byte. Volumes are chained by hash;
+                               only `harness prove verify`, and readers of every step as a fact,
+                               need them
+    archive/brief/<block>      every fact of some volumes except the steps, line by line as written;
+                               measurements are evenly thinned out (`thinned_lines`)
+    archive/steps/<block>      their steps as columns (core/step_records.py)
 
-Brief and steps are made of a volume by `digested` and nothing else, so everybody makes the same
-bytes, and `harness verify` makes them again.
+Brief and steps are made from a volume by `digested` alone, so every process makes the same bytes,
+and `harness prove verify` makes them again.
 
 Pure.
 """
@@ -18,40 +19,175 @@ import dataclasses
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.bucket.layout import segment_key
-from harness.core import columns
-from harness.core.columns import ROW, Columns
-from harness.core.fact_lines import ChainReader, parse
-from harness.core.facts import (
-    Stamped,
-    StepDone,
-    Unreadable,
-)
-from harness.core.values import digest, number, parsed
-from storage.json_text import whole
+from harness.bucket.layout import ARCHIVE, segment_key
+from harness.core import step_records
+from harness.core.decoding import number
+from harness.core.facts import ChainReader, Stamped, StepDone, Unreadable, parse
+from harness.core.step_records import ROW, Columns
+from storage.canonical_json import digest, parsed, whole
+from storage.errors import StoreUnavailable
+from storage.stores.objects import ObjectStore, get_each
+
+# Increasingly large blocks of a growing log, so that a reader of a long log needs few requests.
+
+FANOUT = 16
+MOST_LEVEL = 4
+LOOKS = 10  # most attempts to read a log that is being merged repeatedly
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a log. `index`: its number within its level. It holds the volumes from `first` up
+    to, but not including, `end`."""
+
+    level: int
+    index: int
+
+    @property
+    def volumes(self) -> int:
+        """Number of volumes in the block."""
+        return int(FANOUT**self.level)
+
+    @property
+    def first(self) -> int:
+        return self.index * self.volumes
+
+    @property
+    def end(self) -> int:
+        return self.first + self.volumes
+
+    def key(self, kind: str) -> str:
+        return f"{ARCHIVE}{kind}/{self.level}-{self.index:06d}"
+
+    def parts(self) -> list[Block]:
+        """Return the blocks that it is merged from."""
+        first = self.index * FANOUT
+        return [Block(self.level - 1, i) for i in range(first, first + FANOUT)]
+
+
+def blocks(store: ObjectStore, kind: str) -> set[Block]:
+    """Return the blocks that are listed. Other objects under the prefix are not ours."""
+    prefix = f"{ARCHIVE}{kind}/"
+    named = (re.fullmatch(r"([0-4])-(\d{6,9})", key[len(prefix) :]) for key in store.list(prefix))
+    return {Block(int(m[1]), int(m[2])) for m in named if m}
+
+
+def read(
+    store: ObjectStore, kind: str, since: int = 0, surely: bool = True
+) -> list[tuple[Block, bytes]]:
+    """Return the blocks that hold volumes from `since` on, in order; the first may begin earlier.
+    Raises StoreError.
+
+    This is correct while others merge: a small block that is gone is in a larger one, so the log is
+    listed again. A listing may be stale, so with `surely` the objects themselves are requested
+    where it ends or has a gap; callers that read again soon do not need that.
+    """
+    held: dict[Block, bytes] = {}
+    for _ in range(LOOKS):
+        found = _once(store, kind, since, held, surely)
+        if found is not None:
+            return found
+    raise StoreUnavailable(
+        f"{store.url}/{ARCHIVE}{kind}/: wanted blocks that stay while they are read, found others "
+        f"at each of {LOOKS} looks; try again"
+    )
+
+
+def _once(
+    store: ObjectStore, kind: str, since: int, held: dict[Block, bytes], surely: bool
+) -> list[tuple[Block, bytes]] | None:
+    """Try `read` once. Return None if a listed block is gone. `held`: blocks that were read before;
+    new ones are added."""
+    there = blocks(store, kind)
+    chosen: list[Block] = []
+    at = since
+    while True:
+        block = _at(there, at)
+        if block is None and surely:
+            block = _unlisted(store, kind, _holding(at) if there else [Block(0, 0)], held)
+        if block is None:
+            break
+        # a block merged in the meantime contains the earlier ones, so they are dropped
+        chosen = [b for b in chosen if b.end <= block.first] + [block]
+        at = block.end
+    missing = [b for b in chosen if b not in held]
+    by_key = {b.key(kind): b for b in missing}
+    for key, data in get_each(store, by_key):
+        if data is not None:
+            held[by_key[key]] = data
+    if not all(b in held for b in chosen):
+        return None
+    return [(b, held[b]) for b in chosen]
+
+
+def _at(there: set[Block], volume: int) -> Block | None:
+    """Return the largest block that holds this volume, or None."""
+    return next((b for b in reversed(_holding(volume)) if b in there), None)
+
+
+def _holding(volume: int) -> list[Block]:
+    return [Block(level, volume // int(FANOUT**level)) for level in range(MOST_LEVEL + 1)]
+
+
+def _unlisted(
+    store: ObjectStore, kind: str, wanted: list[Block], held: dict[Block, bytes]
+) -> Block | None:
+    """Return the largest of the `wanted` blocks that exists although it is not listed, or None. All
+    that exist are added to `held`."""
+    by_key = {b.key(kind): b for b in wanted}
+    found = {by_key[key]: data for key, data in get_each(store, by_key) if data is not None}
+    held.update(found)
+    return max(found, key=lambda b: b.level, default=None)
+
+
+def merge(store: ObjectStore, kind: str, end: int, join: Callable[[list[bytes]], bytes]) -> int:
+    """Make every large block whose volumes are all below `end`, and delete its parts. Return how
+    many were made. Any number of processes may do so at the same time, and die at any point.
+    Raises StoreError."""
+    there, made = blocks(store, kind), 0
+    for level in range(1, MOST_LEVEL + 1):
+        parts_there = {b.index // FANOUT for b in there if b.level == level - 1}
+        for index in sorted(parts_there):
+            whole = Block(level, index)
+            if whole.end > end:
+                continue
+            parts = whole.parts()
+            if whole not in there:
+                found = [data for _, data in get_each(store, (b.key(kind) for b in parts))]
+                contents = [data for data in found if data is not None]
+                if len(contents) < len(parts):
+                    continue  # another process has merged them, or the listing is stale: next time
+                made += store.create(whole.key(kind), join(contents))
+                there.add(whole)
+            for part in parts:
+                if part in there:
+                    store.delete(part.key(kind))
+                    there.discard(part)
+    return made
+
 
 VERSION = 1
-HEAD_NBYTES = 64 << 20  # of a block: some words for each of its runs of segments
-TAIL = 32  # newest steps that a brief keeps as they were told, for live views
+HEAD_NBYTES = 64 << 20  # of a block: a few words for each of its runs of segments
+TAIL = 32  # newest steps that a brief keeps as they were recorded, for live views
 UNREAD, LOST = "unreadable", "?"
-# Facts that come for ever at a pace of their own, of which a brief keeps so many
+# Facts that are recorded at regular intervals for ever, of which a brief keeps MOST_MEASURED
 MEASUREMENT = re.compile(r'\{"fact":"(?:NodeMeasured|StepsTimed)","t":(\d+(?:\.\d+)?),')
 MEASURES = re.compile(rb'\{"fact":"(?:NodeMeasured|StepsTimed)"')
 MOST_MEASURED, FINEST_S, COARSEST_S = 512, 60, 60 << 16
 
 
 class DamagedArchive(ValueError):
-    """An archived object is not what was written; the message names it."""
+    """An archived object is not as it was written; the message names it."""
 
 
 @dataclass(frozen=True)
 class WriterSpan:
-    """Segments of one writer, one after the other. `sizes`: of each, bytes in a volume, lines in a
-    brief. `head`: hash of the line before the first (volume), of the last one (brief)."""
+    """Consecutive segments of one writer. `sizes`: of each segment, bytes in a volume or lines in a
+    brief. `head`: hash of the line before the first (volume) or of the last line (brief)."""
 
     writer: str
     first: int  # segment
@@ -64,7 +200,8 @@ class WriterSpan:
 
 
 def reader_after(writer: str, head: str) -> ChainReader:
-    """Of a writer's lines after the one with this hash; `LOST`: it could not be read."""
+    """Return a reader of a writer's lines after the one with hash `head`; `LOST`: that line could
+    not be read."""
     reader = ChainReader(writer, "" if head == LOST else head)
     reader.head = None if head == LOST else reader.head
     return reader
@@ -82,7 +219,7 @@ class Volume:
         return sealed({"volume": self.number, "prev": self.prev}, self.runs, self.body)
 
     def segments(self) -> Iterator[tuple[str, int, bytes]]:
-        """(writer, number, content)"""
+        """Yield (writer, number, content) of each segment."""
         at = 0
         for run in self.runs:
             for i, size in enumerate(run.sizes):
@@ -90,8 +227,8 @@ class Volume:
                 at += size
 
     def lines(self) -> Iterator[tuple[WriterSpan, int, ChainReader, str, Stamped]]:
-        """Every line: its run, its segment, its writer's reader, itself, what it says (a line that
-        does not follow from the one before says so first, and comes twice)."""
+        """Yield (run, segment, reader of its writer, line, fact) for every line. A line that does
+        not follow from the one before comes twice, first with an `Unreadable`."""
         at = 0
         for run in self.runs:
             reader = reader_after(run.writer, run.head)
@@ -102,7 +239,7 @@ class Volume:
 
 
 def read_segment(reader: ChainReader, number: int, data: bytes) -> Iterator[tuple[str, Stamped]]:
-    """(line, what it says)"""
+    """Yield (line, fact) for every line of a segment."""
     where = segment_key(reader.writer, number)
     for i, line in enumerate(data.decode(errors="replace").splitlines(), 1):
         for stamped in reader.read(f"{where}, line {i}", line):
@@ -110,7 +247,7 @@ def read_segment(reader: ChainReader, number: int, data: bytes) -> Iterator[tupl
 
 
 def volume_of(data: bytes, key: str) -> Volume:
-    """Raises DamagedArchive."""
+    """Decode a volume. Raises DamagedArchive."""
     head, runs, body = unsealed(data, key)
     try:
         volume = Volume(int(head["volume"]), str(head["prev"]), runs, body)
@@ -124,8 +261,9 @@ def volume_of(data: bytes, key: str) -> Volume:
 # ---- digests -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Brief:
-    """`last`: digest of the newest volume in it. `tail`: its newest steps: (writer, line).
-    `every`: of each writer's measurements it keeps one in so many seconds; 0: all."""
+    """The facts of some volumes without the steps. `last`: digest of its newest volume. `tail`: its
+    newest steps: (writer, line). `every`: of each writer's measurements it keeps one per this many
+    seconds; 0: all."""
 
     last: str
     runs: tuple[WriterSpan, ...]
@@ -134,11 +272,11 @@ class Brief:
     every: int = 0
 
     def encode(self) -> bytes:
-        every = {"every": self.every} if self.every else {}  # as it was written before there was
-        return sealed({"last": self.last, "tail": self.tail, **every}, self.runs, self.body)
+        said = {"last": self.last, "tail": self.tail, "every": self.every}
+        return sealed(said, self.runs, self.body)
 
     def lines(self) -> Iterator[tuple[str, int, str]]:
-        """(writer, segment, line); see `fact_of`."""
+        """Yield (writer, segment, line) of each line; see `fact_in_line`."""
         lines = iter(self.body.decode(errors="replace").split("\n"))
         for run in self.runs:
             for i, count in enumerate(run.sizes):
@@ -149,10 +287,10 @@ class Brief:
 BriefLine = tuple[str, int, str]  # writer, segment, line
 
 
-def thinned(lines: Sequence[BriefLine], every: int) -> tuple[list[BriefLine], int]:
-    """Without most of the measurements, if there are too many; and how many seconds lie between
-    two of one writer then (`every`: do now). Of parts that were thinned it makes what it makes of
-    the whole: of each span the first one stays, spans double, and none is shorter than before."""
+def thinned_lines(lines: Sequence[BriefLine], every: int) -> tuple[list[BriefLine], int]:
+    """Drop most of the measurements if there are too many. Return the lines, and the seconds
+    between two measurements of one writer (`every`: those of the input). Thinned parts give the
+    same result as the whole: the first measurement of each span stays, and spans only double."""
     marks: dict[int, tuple[str, float]] = {}
     for i, (writer, _, line) in enumerate(lines):
         if found := MEASUREMENT.match(line):
@@ -165,7 +303,7 @@ def thinned(lines: Sequence[BriefLine], every: int) -> tuple[list[BriefLine], in
 
 
 def _firsts(marks: dict[int, tuple[str, float]], every: int) -> set[int]:
-    """Which of these lines are the first of their writer and span."""
+    """Return the lines that are the first of their writer and span of `every` seconds (0: all)."""
     if not every:
         return set(marks)
     found: dict[tuple[str, float], int] = {}
@@ -174,8 +312,8 @@ def _firsts(marks: dict[int, tuple[str, float]], every: int) -> set[int]:
     return set(found.values())
 
 
-def fact_of(writer: str, line: str) -> Stamped:
-    """A line of a brief, whose hash is covered by the brief's."""
+def fact_in_line(writer: str, line: str) -> Stamped:
+    """Return the fact in a line of a brief. Its hash is not checked, as the brief's covers it."""
     try:
         body = parsed(line)
         if UNREAD in body:
@@ -186,7 +324,7 @@ def fact_of(writer: str, line: str) -> Stamped:
 
 
 def digested(volume: Volume, raw: bytes) -> tuple[bytes, bytes]:
-    """The brief and the steps of a volume, encoded."""
+    """Return the encoded brief and the encoded steps of a volume. `raw`: the volume's bytes."""
     heads: dict[str, str] = {run.writer: run.head for run in volume.runs}
     lines: list[BriefLine] = []
     steps: list[StepDone] = []
@@ -203,7 +341,7 @@ def digested(volume: Volume, raw: bytes) -> tuple[bytes, bytes]:
         lines.append((run.writer, segment, line))
     runs = tuple(dataclasses.replace(run, head=heads[run.writer]) for run in volume.runs)
     brief = _brief(digest(raw), runs, tail, lines, 0)
-    return brief.encode(), encode_columns(columns.of_facts(steps))
+    return brief.encode(), encode_columns(step_records.of_facts(steps))
 
 
 def _brief(
@@ -213,8 +351,8 @@ def _brief(
     lines: Sequence[BriefLine],
     every: int,
 ) -> Brief:
-    """Of lines that may be thinned. The sizes of `runs` are made anew."""
-    kept, every = thinned(lines, every)
+    """Build a brief from lines, thinned if necessary. The sizes of `runs` are recomputed."""
+    kept, every = thinned_lines(lines, every)
     counts = Counter((writer, segment) for writer, segment, _ in kept)
     sized = tuple(
         dataclasses.replace(
@@ -227,7 +365,7 @@ def _brief(
 
 
 def brief_of(data: bytes, key: str) -> Brief:
-    """Raises DamagedArchive."""
+    """Decode a brief. Raises DamagedArchive."""
     head, runs, body = unsealed(data, key)
     try:
         tail = tuple((str(writer), str(line)) for writer, line in head["tail"])
@@ -240,7 +378,7 @@ def brief_of(data: bytes, key: str) -> Brief:
 
 
 def joined_briefs(parts: Sequence[bytes]) -> bytes:
-    """Of briefs one after the other: the brief of all. Raises DamagedArchive."""
+    """Join consecutive briefs into one. Raises DamagedArchive."""
     briefs = [brief_of(data, "a brief to be merged") for data in parts]
     tail = [one for brief in briefs for one in brief.tail]
     runs = [run for brief in briefs for run in brief.runs]
@@ -258,16 +396,16 @@ def encode_columns(rows: Columns) -> bytes:
 
 
 def columns_of(data: bytes, key: str) -> Columns:
-    """Raises DamagedArchive."""
+    """Decode steps. Raises DamagedArchive."""
     _, _, at = opened(data, key)
     if (nbytes := len(data) - at) % ROW.itemsize:
         raise DamagedArchive(f"{key}: wanted rows of {ROW.itemsize} bytes, found {nbytes} bytes")
-    return columns.from_bytes(data, at)
+    return step_records.from_bytes(data, at)
 
 
 def joined_columns(parts: Sequence[bytes]) -> bytes:
-    """Raises DamagedArchive."""
-    return encode_columns(columns.joined(columns_of(d, "steps to be merged") for d in parts))
+    """Join consecutive steps into one object. Raises DamagedArchive."""
+    return encode_columns(step_records.joined(columns_of(d, "steps to be merged") for d in parts))
 
 
 # ---- one head line, then the content -------------------------------------------------------------
@@ -279,13 +417,15 @@ def sealed(head: dict[str, Any], runs: Sequence[WriterSpan], body: bytes) -> byt
 
 
 def unsealed(data: bytes, key: str) -> tuple[dict[str, Any], tuple[WriterSpan, ...], bytes]:
-    """Its head without the runs, the runs, the content; each as it was written."""
+    """Return an object's head without the runs, the runs, and the content. Raises
+    DamagedArchive."""
     head, runs, at = opened(data, key)
     return head, runs, data[at:]
 
 
 def opened(data: bytes, key: str) -> tuple[dict[str, Any], tuple[WriterSpan, ...], int]:
-    """As `unsealed`, but where the content begins: there may be much of it."""
+    """Return an object's head without the runs, the runs, and the offset of the content, which may
+    be too large to copy. Raises DamagedArchive."""
     at = data.find(b"\n") + 1 or len(data)
     line, body = data[:at].removesuffix(b"\n"), memoryview(data)[at:]
     seal, _, text = line.partition(b" ")

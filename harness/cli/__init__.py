@@ -6,7 +6,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """`harness.cli:main` is the command's entry point, whatever file it lies in."""
+    """Import `main` on first use. `harness.cli:main` is the command's entry point."""
     if name == "main":
         from harness.cli.command import main
 

@@ -1,4 +1,4 @@
-"""`python -m harness.cli` is the `harness` command."""
+"""The module that makes `python -m harness.cli` the `harness` command."""
 
 from harness.cli.command import main
 

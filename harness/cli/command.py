@@ -1,146 +1,245 @@
 """The `harness` command: the only place that builds the real world (clock, cloud, randomness,
 store).
 
-Each sub-command is one frozen dataclass (its flags) and one function. Exit status: 0 it is done, 1
-it failed, 2 the input was wrong, 3 it was stopped before its end, 4 (`launch`) the controller
-cannot go on and has left the nodes training, 130 interrupted. A supervisor starts `launch` again on
-1 and 4.
+Each subcommand is one frozen dataclass (its flags) and one function. Exit status: 0 done, 1
+failed, 2 wrong input, 3 stopped before its end, 4 (`launch`) the controller cannot go on and has
+left the nodes training, 130 interrupted. A supervisor restarts `launch` on 1 and 4.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from harness.cli.again import LogbookFlags, RerunFlags, logbook, rerun
-from harness.cli.alerts import AlertsFlags, alerts
-from harness.cli.ask import DownFlags, SnapshotFlags, StopFlags, down, snapshot, stop
-from harness.cli.check import CheckFlags, check
+from harness import __version__
 from harness.cli.common import FAILED, INTERRUPTED, WRONG_INPUT
-from harness.cli.costs import CostsFlags, PricesFlags, costs, prices
-from harness.cli.data import DataFlags, data
-from harness.cli.init import InitFlags, init
-from harness.cli.launch import LaunchFlags, launch
-from harness.cli.look import LogsFlags, ReportFlags, StatusFlags, logs, report, status
-from harness.cli.market import MarketFlags, market
-from harness.cli.plan import PlanFlags, plan
-from harness.cli.postmortem import PostmortemFlags, postmortem
-from harness.cli.prove import (
-    CompareFlags,
-    DoctorFlags,
-    DrillFlags,
-    FakeMetadataFlags,
-    ReplayFlags,
-    VerifyFlags,
-    compare,
-    doctor,
-    drill,
-    fake_metadata,
-    replay,
-    verify,
-)
-from harness.cli.run import RunFlags, run
-from harness.cli.serve import ServeFlags, serve
-from harness.cli.shelf import SnapshotsFlags, snapshots
-from harness.cli.simulate import SimulateFlags, simulate
-from harness.cli.track import DashboardsFlags, SyncFlags, dashboards, sync
-from harness.cli.watch import WatchFlags, watch
-from harness.core.config import FlagParser, add_flags, build
-from harness.core.last_words import keep_secrets
-from harness.core.masking import masked
+from harness.core.extensions import extra_of
+from harness.core.flags import FlagParser, add_flags, build, positional
+from harness.core.masking import keep_secrets, masked
 from harness.core.world import BadInput, HarnessError
+from storage import snapshots_command
 from storage.errors import StoreError, WrongInput
-from storage.text import plain, why_not_a_word
-
-if TYPE_CHECKING:
-    pass
-
+from storage.terminal_text import plain, why_not_a_word
 
 # ---- main ----------------------------------------------------------------------------------------
-COMMANDS: dict[str, tuple[type[Any], Callable[[Any], int]]] = {
-    "init": (InitFlags, init),
-    "plan": (PlanFlags, plan),
-    "launch": (LaunchFlags, launch),
-    "run": (RunFlags, run),
-    "watch": (WatchFlags, watch),
-    "data": (DataFlags, data),
-    "status": (StatusFlags, status),
-    "report": (ReportFlags, report),
-    "serve": (ServeFlags, serve),
-    "postmortem": (PostmortemFlags, postmortem),
-    "costs": (CostsFlags, costs),
-    "prices": (PricesFlags, prices),
-    "market": (MarketFlags, market),
-    "verify": (VerifyFlags, verify),
-    "compare": (CompareFlags, compare),
-    "check": (CheckFlags, check),
-    "replay": (ReplayFlags, replay),
-    "rerun": (RerunFlags, rerun),
-    "logbook": (LogbookFlags, logbook),
-    "stop": (StopFlags, stop),
-    "drain": (StopFlags, stop),
-    "down": (DownFlags, down),
-    "logs": (LogsFlags, logs),
-    "snapshot": (SnapshotFlags, snapshot),
-    "snapshots": (SnapshotsFlags, snapshots),
-    "alerts": (AlertsFlags, alerts),
-    "sync": (SyncFlags, sync),
-    "dashboards": (DashboardsFlags, dashboards),
-    "simulate": (SimulateFlags, simulate),
-    "fake-metadata": (FakeMetadataFlags, fake_metadata),
-    "drill": (DrillFlags, drill),
-    "doctor": (DoctorFlags, doctor),
+GROUPS: dict[str, str] = {
+    "runs": "Reports, pages, costs and alerts of runs; compare and repeat them.",
+    "snapshots": "List, verify, export, copy, prune a run's snapshots; act on each.",
+    "data": "Prepare a corpus or index files; show, verify, exclude documents.",
+    "market": "Prices and capacity of offers; simulate runs on recorded markets.",
+    "prove": "Prove that a run is right, and that a setup survives faults.",
+}
+# the words of each command, in the order of `--help`: its module here, flags and function
+COMMANDS = {
+    "init": ("start", "InitFlags", "init"),
+    "check": ("start", "CheckFlags", "check"),
+    "plan": ("plan_command", "PlanFlags", "plan"),
+    "launch": ("launch", "LaunchFlags", "launch"),
+    "run": ("node", "RunFlags", "run"),
+    "status": ("status", "StatusFlags", "status"),
+    "logs": ("status", "LogsFlags", "logs"),
+    "stop": ("stop", "StopFlags", "stop"),
+    "down": ("stop", "DownFlags", "down"),
+    "runs report": ("status", "ReportFlags", "report"),
+    "runs serve": ("status", "ServeFlags", "serve"),
+    "runs postmortem": ("status", "PostmortemFlags", "postmortem"),
+    "runs costs": ("status", "CostsFlags", "costs"),
+    "runs compare": ("prove", "CompareFlags", "compare"),
+    "runs note": ("run_record", "NoteFlags", "note"),
+    "runs reproduce": ("run_record", "ReproduceFlags", "reproduce"),
+    "runs replay": ("prove", "ReplayFlags", "replay"),
+    "runs alerts": ("alerts_command", "AlertsFlags", "alerts"),
+    "runs sync": ("publish", "SyncFlags", "sync"),
+    "runs dashboards": ("publish", "DashboardsFlags", "dashboards"),
+    "snapshots take": ("stop", "TakeFlags", "take"),
+    "snapshots watch": ("publish", "WatchFlags", "watch"),
+    "data prepare": ("corpus_command", "PrepareFlags", "prepare"),
+    "data index": ("corpus_command", "IndexFlags", "index"),
+    "data show": ("corpus_command", "ShowFlags", "show"),
+    "data exclude": ("corpus_command", "ExcludeFlags", "exclude"),
+    "data spikes": ("corpus_command", "SpikesFlags", "spikes"),
+    "data verify": ("corpus_command", "DataVerifyFlags", "verify"),
+    "market show": ("market_command", "HistoryShowFlags", "show"),
+    "market learn": ("market_command", "LearnFlags", "learn"),
+    "market export": ("market_command", "ExportFlags", "export"),
+    "market draw": ("market_command", "DrawFlags", "draw"),
+    "market live": ("market_command", "LiveFlags", "live"),
+    "market prices": ("market_command", "PricesFlags", "prices"),
+    "market simulate": ("simulate", "SimulateFlags", "simulate"),
+    "prove verify": ("prove", "VerifyFlags", "verify"),
+    "prove drill": ("prove", "DrillFlags", "drill"),
+    "prove doctor": ("prove", "DoctorFlags", "doctor"),
+    "prove fake-metadata": ("prove", "FakeMetadataFlags", "fake_metadata"),
+}
+
+# the satellite of a module of commands, where that is not the spine
+OF_COMMANDS = {
+    "alerts_command": "look",
+    "corpus_command": "data",
+    "market_command": "planner",
+    "plan_command": "planner",
+    "prove": "lab",
+    "publish": "look",
+    "simulate": "lab",
+    "start": "check",
+    "status": "look",
 }
 
 
+@dataclass(frozen=True)
+class AbsentFlags:
+    """The flags of a command that is not installed: it takes any words, to say what to install."""
+
+    words: tuple[str, ...] = positional("", nargs="*")
+
+
 @functools.cache
-def parser() -> tuple[FlagParser, dict[str, FlagParser]]:
-    """The whole command, and the parser of each sub-command."""
-    root = FlagParser(prog="harness", description="Train on spot machines; runs that outlive them.")
-    commands = root.add_subparsers(
-        dest="subcommand", required=True, parser_class=FlagParser, metavar="COMMAND"
+def command(words: str) -> tuple[type[Any], Callable[[Any], int]]:
+    """Return a command's flags and function. If its satellite is not installed, its function says
+    so."""
+    place, flags, function = COMMANDS[words]
+    module = f"harness.cli.{place}"
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if not is_ours(e):
+            raise
+        return AbsentFlags, _absent(e)
+    return getattr(found, flags), getattr(found, function)
+
+
+def is_ours(error: ModuleNotFoundError) -> bool:
+    """Return whether a module of this project is missing, so that a satellite is not installed."""
+    return (error.name or "").split(".")[0] in ("harness", "storage")
+
+
+def what_to_install(error: ModuleNotFoundError) -> str:
+    """Return what a person is told if a module of this project is missing."""
+    name = error.name or ""
+    extra = OF_COMMANDS.get(name.rpartition(".")[2]) or extra_of(name)
+    return f'this needs "spotharness[{extra}]"; pip install "spotharness[{extra}]"'
+
+
+def _absent(error: ModuleNotFoundError) -> Callable[[Any], int]:
+    what = what_to_install(error)
+
+    def refuse(flags: Any) -> int:
+        raise BadInput(what)
+
+    refuse.__doc__ = f"Not installed: {what}."
+    return refuse
+
+
+def about(words: str) -> str:
+    """Return what a command does: its function's docstring, read without importing its module,
+    which takes long."""
+    place, _, function = COMMANDS[words]
+    spec = importlib.util.find_spec(f"harness.cli.{place}")
+    satellite = f"harness.{OF_COMMANDS.get(place, 'cli')}"
+    if spec is None or spec.origin is None or importlib.util.find_spec(satellite) is None:
+        return command(words)[1].__doc__ or ""
+    return _docstrings(spec.origin)[function]
+
+
+@functools.cache
+def _docstrings(path: str) -> dict[str, str]:
+    """Return the docstrings of a file's functions by name."""
+    body = ast.parse(Path(path).read_bytes()).body
+    functions = [one for one in body if isinstance(one, ast.FunctionDef)]
+    return {one.name: ast.get_docstring(one) or "" for one in functions}
+
+
+@functools.cache
+def parser(only: str | None = None) -> tuple[FlagParser, dict[str, FlagParser]]:
+    """Return the parser of the whole command, and the parser of each command by its words. `only`:
+    the words of the one command that gets its flags, "" for none, so that no other module is
+    imported; None: all commands get theirs."""
+    root = FlagParser(
+        prog="harness",
+        description="Train on spot machines; runs that outlive them.",
+        epilog="Begin with `harness init`. `harness GROUP --help` lists the commands of a group.",
     )
+    root.add_argument("--version", action="version", version=f"harness {__version__}")
+    groups = {"": root}
     subs: dict[str, FlagParser] = {}
-    for name, (cls, function) in COMMANDS.items():
-        help_text = (function.__doc__ or "").split("\n")[0]
-        subs[name] = commands.add_parser(name, help=help_text, description=help_text)
-        add_flags(subs[name], cls)
+    for words in COMMANDS:
+        group, _, word = words.rpartition(" ")
+        if group not in groups:
+            groups[group] = root.add_command(group, GROUPS[group])
+        listed = only in (None, "", words)
+        subs[words] = groups[group].add_command(word, about(words) if listed else "")
+        if only in (None, words):
+            add_flags(subs[words], command(words)[0])
+    stored = snapshots_command.add_commands(
+        groups["snapshots"].add_command, snapshots_command.all_commands()
+    )
+    for word, sub in stored.items():
+        subs[f"snapshots {word}"] = sub
+    for words, sub in subs.items():
+        sub.set_defaults(chosen=words)
+        root.elsewhere.setdefault(words.rpartition(" ")[2], []).append(f"harness {words}")
     return root, subs
 
 
+def words_of(given: list[str]) -> str:
+    """Return the words of the command that a command line names; "" if it names none."""
+    known = {*COMMANDS, *(f"snapshots {word}" for word in snapshots_command.all_commands())}
+    return next((w for n in (2, 1) if (w := " ".join(given[:n])) in known), "")
+
+
+def takes_script(words: str) -> bool:
+    """Return whether everything after `--` belongs to the script of this command."""
+    return words in COMMANDS and "script" in command(words)[0].__dataclass_fields__
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of the `harness` command."""
+    """Run the `harness` command and exit with its status."""
     given = list(sys.argv[1:] if argv is None else argv)
     after: list[str] = []
-    # everything behind it is the script's own
-    if "--" in given and given[0] in ("run", "replay", "check", "watch"):
+    # everything after "--" belongs to the script
+    if "--" in given and takes_script(words_of(given)):
         at = given.index("--")
         given, after = given[:at], given[at + 1 :]
-    root, subs = parser()
+    root, subs = parser(words_of(given))
     for word in given:
         if why := why_not_a_word(word):
             root.error(f"{word!r:.80}: {why}")
     namespace, unknown = root.parse_known_args(given)
+    words: str = namespace.chosen
     if unknown:
-        subs[namespace.subcommand].error(f"unrecognized arguments: {' '.join(unknown)}")
-    cls, function = COMMANDS[namespace.subcommand]
+        subs[words].error(f"unrecognized arguments: {' '.join(unknown)}")
     if after:
         namespace.script = after
     keep_secrets(os.environ)
     try:
+        if words not in COMMANDS:
+            notes_of = importlib.import_module("harness.cli.run_record").notes_of
+            word = words.rpartition(" ")[2]
+            sys.exit(snapshots_command.execute(word, namespace, "harness snapshots", notes_of))
+        cls, function = command(words)
         sys.exit(function(build(cls, namespace)))
     except (BadInput, WrongInput) as e:
-        print(masked(plain(f"harness {given[0]}: {e}", keep="\n")), file=sys.stderr)
+        print(masked(plain(f"harness {words}: {e}", keep="\n")), file=sys.stderr)
         sys.exit(WRONG_INPUT)
     except (HarnessError, StoreError) as e:
-        print(masked(plain(f"harness {given[0]}: {e}", keep="\n")), file=sys.stderr)
+        print(masked(plain(f"harness {words}: {e}", keep="\n")), file=sys.stderr)
         sys.exit(FAILED)
+    except ModuleNotFoundError as e:
+        if not is_ours(e):
+            raise
+        print(f"harness {words}: {what_to_install(e)}", file=sys.stderr)
+        sys.exit(WRONG_INPUT)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # `harness report | head`
+    except BrokenPipeError:  # `harness status | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
 

@@ -1,45 +1,72 @@
-"""What several commands need: exit statuses, the clock, the run's bucket, where state lies."""
+"""Helpers that several commands share: exit statuses, clock, the run's bucket, state folders."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import os
 import random
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.bucket.archive import read_facts
 from harness.bucket.layout import ARCHIVE, FACTS, IDENTITY
-from harness.core import steady
-from harness.core.given_files import yaml_given
-from harness.core.mesh import ModelMesh, replica_ranks_told
-from harness.core.meshes import meshes_told, parse_choice
+from harness.bucket.signed_heads import signed
+from harness.core.flags import flag
+from harness.core.input_files import yaml_given
+from harness.core.mesh import ModelMesh, meshes_told, parse_choice, replica_ranks_told
+from harness.core.signing import VARIABLE, key_in
 from harness.core.world import BadInput
-from storage.objects import ObjectStore
-from storage.opening import open_store
-from storage.retries import RETRY_WITHIN_S
+from harness.node import steady_clock
+from harness.notices import sources
+from storage.snapshots.snapshots import Snapshots
+from storage.stores.objects import ObjectStore
+from storage.stores.probe import record, require
+from storage.stores.retries import RETRY_WITHIN_S
+from storage.stores.store_urls import open_store
 
 if TYPE_CHECKING:
-    from harness.clouds.local import LocalCloud
-    from harness.clouds.sky_client import Broker
-    from harness.controller.book import Book
+    from harness.clouds.sky_broker import Broker
+    from harness.ledger.attempts import AttemptHistory
+    from harness.local.local_cloud import LocalCloud
 
 DONE, FAILED, WRONG_INPUT, ENDED_EARLY, LEFT, INTERRUPTED = 0, 1, 2, 3, 4, 130
 MOST_NODES = 10_000
 PREFLIGHT_S = 10.0  # how long a bucket may be silent before a launch is refused
 
 
+@dataclass(frozen=True, kw_only=True)
+class AlertFlags:
+    """The flags of all commands that send alerts."""
+
+    alert: tuple[str, ...] = flag(
+        (),
+        "send alerts to https://..., command:'PROGRAM ARGUMENTS' or slack://... "
+        "(docs/RUNBOOK.md); repeat for more; also HARNESS_ALERTS (nodes of a launch get all but "
+        "commands)",
+        metavar="RECEIVER",
+    )
+    alert_rules: str = flag(
+        "",
+        "rules of alerts besides those that ship\nfiles, package.module:function, "
+        "comma-separated; default: HARNESS_ALERT_RULES",
+    )
+
+
 class RealClock:
     def now(self) -> float:
-        return steady.now()
+        return steady_clock.now()
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
 
 def when(text: str) -> None:
-    _of_sources("moment", text)
+    _check(sources.moment, text)
 
 
 PROMETHEUS = (
@@ -48,19 +75,19 @@ PROMETHEUS = (
 
 
 def prometheus_address(text: str) -> None:
-    """Raises ValueError that says what is wanted."""
+    """Check a [HOST:]PORT, or "". Raises ValueError that says what is wanted."""
     port = text.rpartition(":")[2]
     if text and not (port.isdecimal() and len(port) <= 5 and int(port) <= 65535):
         raise ValueError(f"wanted [HOST:]PORT, such as 9100; found {text!r:.80}")
 
 
 def names_of(text: str) -> list[str]:
-    """Of "aws,gcp"; none of ""."""
+    """Return the names of a comma-separated list such as "aws,gcp"; of "" there are none."""
     return [name for part in text.split(",") if (name := part.strip())]
 
 
 def node_range(text: str) -> tuple[int, int]:
-    """LOW:HIGH or N. Raises ValueError that says what is wanted."""
+    """Parse LOW:HIGH or N. Raises ValueError that says what is wanted."""
     low, _, high = text.partition(":")
     are_numbers = len(text) <= 20 and low.isdecimal() and (high or low).isdecimal()
     if not are_numbers or not 1 <= int(low) <= int(high or low):
@@ -73,35 +100,33 @@ def node_range(text: str) -> tuple[int, int]:
 
 
 def duration_text(text: str) -> None:
-    _of_sources("duration", text)
+    _check(sources.parse_duration, text)
 
 
-def _of_sources(parser: str, text: str) -> None:
-    """Raises ValueError that says what is wanted."""
-    from harness.agent import sources
-
+def _check(parse: Callable[[str], object], text: str) -> None:
+    """Raise ValueError, with what is wrong, unless the text is empty or `parse` reads it."""
     try:
         if text:
-            getattr(sources, parser)(text)
+            parse(text)
     except BadInput as e:
         raise ValueError(str(e)) from None
 
 
 def replica_ranks(env: Mapping[str, str]) -> int:
-    """Ranks that hold one copy of the model together, as HARNESS_REPLICA_RANKS says, or else
-    HARNESS_MESH; 1 without them. Raises BadInput."""
+    """Return the number of ranks that hold one copy of the model together: HARNESS_REPLICA_RANKS,
+    else the mesh of HARNESS_MESH, else 1. Raises BadInput."""
     mesh = wanted_mesh(env)
     return replica_ranks_told(env) or (1 if mesh is None else mesh.replica_ranks)
 
 
 def wanted_mesh(env: Mapping[str, str]) -> ModelMesh | None:
-    """The first that HARNESS_MESH says; None without it. Raises BadInput."""
+    """Return the first mesh of HARNESS_MESH; `None` without it. Raises BadInput."""
     meshes = meshes_told(env)
     return None if meshes is None else meshes.wanted
 
 
 def mesh_text(text: str) -> None:
-    """Raises ValueError that says what is wanted."""
+    """Check a mesh, or "". Raises ValueError that says what is wanted."""
     try:
         if text:
             parse_choice(text)
@@ -110,8 +135,8 @@ def mesh_text(text: str) -> None:
 
 
 def worlds(text: str) -> tuple[int, ...]:
-    """Numbers of ranks that may train, as people write them: "1,2,4"; (): any. Raises ValueError
-    that says what is wanted."""
+    """Parse the numbers of ranks that may train, such as "1,2,4"; () means any number. Raises
+    ValueError that says what is wanted."""
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     if not all(word.isdecimal() and len(word) <= 9 and int(word) >= 1 for word in words):
         raise ValueError(f"wanted numbers of ranks, such as 1,2,4; found {text!r:.80}")
@@ -119,37 +144,34 @@ def worlds(text: str) -> tuple[int, ...]:
 
 
 def cluster_of(url: str, attempt: int) -> str:
-    from harness.clouds.clusters import cluster_name, tag
+    from harness.clouds.sky_clusters import cluster_name, tag
 
     return cluster_name(tag(url), attempt)
 
 
-def book_of(store: ObjectStore) -> Book:
-    """What the controllers of a run have written down."""
-    from harness.bucket.journal import read_facts
-    from harness.controller.book import Book
+def book_of(store: ObjectStore) -> AttemptHistory:
+    """Return the book of a run: the facts that its controllers have recorded."""
+    from harness.ledger.attempts import AttemptHistory
 
-    return Book.of(read_facts(store, "controller-", steps=False), random.Random(0))
+    return AttemptHistory.of(read_facts(store, "controller-", steps=False), random.Random(0))
 
 
 def sky_broker(url: str) -> Broker:
-    from harness.clouds.sky_client import Broker
+    from harness.clouds.sky_broker import Broker
 
     return Broker(os.environ, state_dir(url, "sky-logs") / "broker.log")
 
 
 def state_dir(url: str, what: str = "local-cloud") -> Path:
-    """Where the controller keeps state and logs of its own: beside a run in a folder, else
-    under ~/.cache, by the run's URL."""
+    """Return the folder of the controller's own state and logs: in the run's folder if it has one,
+    else below ~/.cache, by the run's URL."""
     if url.startswith("file://"):
         return Path(url.removeprefix("file://")) / what
     return cache_dir(url, what)
 
 
 def cache_dir(url: str, what: str) -> Path:
-    """What this computer keeps of a run, by its URL, outside of the run."""
-    import hashlib
-
+    """Return the folder below ~/.cache where this computer keeps things about a run, by its URL."""
     return (
         Path.home()
         / ".cache"
@@ -160,7 +182,7 @@ def cache_dir(url: str, what: str) -> Path:
 
 
 def task_resources(path: str) -> dict[str, Any]:
-    """What SkyPilot needs of a task file to find offers for it. Raises BadInput."""
+    """Read the part of a task file that SkyPilot needs to find offers for it. Raises BadInput."""
     documents = yaml_given(path, "a SkyPilot task YAML")
     if len(documents) != 1 or not isinstance(said := documents[0], dict):
         raise BadInput(f"{path}: wanted a SkyPilot task YAML, found {len(documents)} documents")
@@ -168,45 +190,41 @@ def task_resources(path: str) -> dict[str, Any]:
 
 
 def html_path(url: str) -> str:
-    return (
-        str(Path(url.removeprefix("file://")) / "report.html") if url.startswith("file://") else ""
-    )
+    """Return where a report's page belongs: in the run's folder. Return "" if the run has none, or
+    without Jinja2, which makes pages."""
+    if not url.startswith("file://") or importlib.util.find_spec("jinja2") is None:
+        return ""
+    return str(Path(url.removeprefix("file://")) / "report.html")
 
 
 def checked_store(url: str, retry_within_s: float = RETRY_WITHIN_S) -> ObjectStore:
-    """The run's bucket, proven to be there, writable and fit before anything is launched. Raises
-    StoreError.
+    """Open the run's bucket, after proving that it exists, is writable and behaves as needed.
+    Raises StoreError.
 
-    A person waits for this answer, so silence counts as a refusal sooner than it does once the run
-    is under way.
+    A person waits for this answer, so silence counts as a refusal sooner than it does during the
+    run.
     """
-    from storage.probe import record, require
-
     store = open_store(url, retry_within_s=PREFLIGHT_S)
     record(store, require(store))
     return with_key(open_store(url, retry_within_s=retry_within_s, answered=True))
 
 
 def with_key(store: ObjectStore) -> ObjectStore:
-    """What we write is signed, if our environment has a key. Raises BadInput."""
-    from harness.bucket.heads import signed
-
+    """Return the store with its writes signed, if our environment has a key. Raises BadInput."""
     return signed(store, os.environ, f"{socket.gethostname()}:{os.getpid()}", time.time)
 
 
 def key_for_nodes(path: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that has nodes sign what they write: the key in that file, else ours; {}: there
-    is none. Raises BadInput."""
-    from harness.core.signing import VARIABLE, key_in
-
+    """Return the variable with the key that nodes sign with: the key in that file, else ours; {}
+    without a key. Raises BadInput."""
     text = key_text(path) if path else environ.get(VARIABLE, "")
     key_in({VARIABLE: text})
     return {VARIABLE: text} if text else {}
 
 
 def key_text(path: str) -> str:
-    """What a file of a key says. Raises BadInput, also for an empty one: it must not pass for no
-    key at all."""
+    """Read the text of a key file. Raises BadInput, also for an empty file: it must not be taken
+    for having no key."""
     try:
         text = Path(path).expanduser().read_text().strip()
     except (OSError, UnicodeDecodeError) as e:
@@ -217,7 +235,7 @@ def key_text(path: str) -> str:
 
 
 def existing_store(url: str) -> ObjectStore:
-    """The bucket of a run that must be there already. Raises BadInput."""
+    """Open the bucket of a run that exists already. Raises BadInput if there is none."""
     store = open_store(url)
     if not any(store.list(prefix) for prefix in (IDENTITY, ARCHIVE, FACTS)):
         raise BadInput(f"{url}: there is no run here (no facts/ and no run.json); check the URL")
@@ -225,17 +243,15 @@ def existing_store(url: str) -> ObjectStore:
 
 
 def is_final(store: ObjectStore) -> bool:
-    from storage.snapshots import Snapshots
-
     snapshots = Snapshots(store)
     manifest = snapshots.latest()
     return bool(manifest and snapshots.ended(manifest))
 
 
 def local_cloud(url: str) -> LocalCloud:
-    """The one of this computer that led the run: to look, and to end it."""
-    from harness.clouds.local import LocalCloud
-    from harness.clouds.tasks import Task
+    """Return the local cloud of a run led on this computer, for looking at it and ending it."""
+    from harness.clouds.sky_task import Task
+    from harness.local.local_cloud import LocalCloud
 
     return LocalCloud(state_dir(url), Task(Path("-"), "down", "true"), run_url=url)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import random
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -16,20 +18,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tenacity import (
-    retry,
-    retry_if_exception_type,
-    stop_after_delay,
-    wait_random_exponential,
-)
+from rich.text import Text
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from harness.bucket.heads import sign_off
-from harness.bucket.orders import STOP_KEY, stop_order
-from harness.cli.alerts import alerting_beside, alerts_for_nodes, receivers
+from harness.bucket.archive import read_facts
+from harness.bucket.controller_lease import KeptLease
+from harness.bucket.journal import Journal
+from harness.bucket.layout import STOP_KEY
+from harness.bucket.member_heartbeats import HeartbeatReader
+from harness.bucket.orders import stop_order
+from harness.bucket.signed_heads import sign_off
+from harness.cli.alerts_command import alerting_beside, alerts_for_nodes, receivers
 from harness.cli.common import (
+    DONE,
+    ENDED_EARLY,
     FAILED,
+    INTERRUPTED,
+    LEFT,
     PREFLIGHT_S,
     PROMETHEUS,
+    AlertFlags,
     RealClock,
     book_of,
     checked_store,
@@ -44,35 +52,248 @@ from harness.cli.common import (
     sky_broker,
     state_dir,
 )
-from harness.cli.deadline import deadline_text, wanted, work_text
-from harness.cli.dry_run import show_plan
-from harness.cli.interrupts import act_on, answer, by, heed_signals
-from harness.cli.launch_ends import give_up, say_how_it_ended
-from harness.cli.look import show_report
-from harness.cli.market import Histories, known_before, remembering
-from harness.cli.record import RecordFlags, about_launch, keep_launch, with_names
-from harness.cli.track import publisher_beside
-from harness.core.config import flag, positional
-from harness.core.given_files import output_file
-from harness.core.world import BadInput, Fenced, HarnessError
+from harness.cli.dry_run import deadline_text, show_plan, wanted, work_text
+from harness.cli.market_command import Histories, known_before, remembering
+from harness.cli.publish import publisher_beside
+from harness.cli.run_record import RecordFlags, about_launch, keep_launch, with_names
+from harness.cli.status import show_report
+from harness.cli.stop import ask_stop
+from harness.clouds import sky_task
+from harness.clouds.sky_broker import IDLE_MINUTES
+from harness.clouds.sky_task import pairs
+from harness.clouds.skypilot import SkyPilotCloud
+from harness.controller import combinators, policies
+from harness.controller.learning import RunEstimator
+from harness.controller.policies import uses_on_demand
+from harness.controller.recovery import recover
+from harness.controller.run_limits import RunSpec
+from harness.core.facts import RunAsked, WorkerFailed
+from harness.core.flags import flag, positional
+from harness.core.input_files import output_file
+from harness.core.world import BadInput, Fenced, HarnessError, World
+from harness.look.alerts.alert_evaluator import AlertWatch
+from harness.look.reports.live_view import follow
+from harness.look.trackers.prometheus import RunGauges, check_address, exposing
 from storage.errors import StoreError, StoreUnavailable
-from storage.objects import ObjectStore
-from storage.opening import normalize, open_store
-from storage.text import Console
+from storage.stores.objects import ObjectStore
+from storage.stores.store_urls import normalize, open_store
+from storage.terminal_text import Console
 
 if TYPE_CHECKING:
-    from harness.clouds.local import LocalCloud
-    from harness.clouds.skypilot import SkyPilotCloud
-    from harness.clouds.tasks import Task
-    from harness.controller.book import Book
+    from harness.clouds.sky_task import Task
     from harness.controller.learning import RunGoals
-    from harness.controller.recovery import RunOutcome, RunSpec
+    from harness.controller.recovery import RunOutcome
     from harness.core.world import Policy
-    from harness.views.alert_rules import AlertRule
+    from harness.ledger.attempts import AttemptHistory
+    from harness.local.local_cloud import LocalCloud
+    from harness.look.alerts.alert_rules import AlertRule
+
+# Ctrl-C and signals while `harness launch` leads a run: what they request, and how to act.
+
+# closing terminals and service managers send several signals: within this time they count as one
+SAME_S = 3.0
+
+
+class TerminationRequest(KeyboardInterrupt):
+    """A signal that ends the controller. It is handled like Ctrl-C without a terminal."""
+
+
+@contextlib.contextmanager
+def heed_signals(log: Path) -> Iterator[None]:
+    """Raise Told for SIGTERM and SIGHUP while entered. When the terminal closes, output goes to
+    `log`."""
+    # read now: a closed terminal is no longer recognized as one
+    terminal = sys.stdout.isatty() or sys.stderr.isatty()
+    heard_s = -SAME_S
+
+    def told(number: int, _: object) -> None:
+        nonlocal heard_s
+        if number == signal.SIGHUP and terminal:
+            _write_to(log)
+        before_s, heard_s = heard_s, time.monotonic()
+        if heard_s - before_s >= SAME_S:
+            raise TerminationRequest(signal.Signals(number).name)
+
+    # ignored signals stay ignored (`nohup harness launch`)
+    heeded = [
+        n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN
+    ]
+    before = {number: signal.signal(number, told) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _write_to(log: Path) -> None:
+    """Redirect our output to a file. Writing to a closed terminal would be an error."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    out, null = (
+        os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600),
+        os.open(os.devnull, os.O_RDONLY),
+    )
+    for standard, target in ((0, null), (1, out), (2, out)):
+        os.dup2(target, standard)
+    os.close(out)
+    os.close(null)
+
+
+def answer(asked: KeyboardInterrupt, draining: bool, what: str, console: Console) -> str:
+    """Return what an interruption requests: "drain", "leave", "kill" or "carry on". A second one
+    while nodes drain means "kill". `what`: the setting --on-interrupt."""
+    told = isinstance(asked, TerminationRequest)
+    if draining:
+        return "kill"
+    if what != "ask":
+        return what
+    if told or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return "drain"
+    console.print("\nInterrupted.", style="bold")
+    console.print(
+        "d = drain: snapshot, then stop   l = leave it running   k = kill now   c = carry on"
+    )
+    try:
+        return {"l": "leave", "k": "kill", "c": "carry on"}.get(
+            console.input("> ").strip().lower()[:1], "drain"
+        )
+    except (TerminationRequest, EOFError):
+        return "drain"
+    except KeyboardInterrupt:
+        return "kill"
+
+
+def act_on(
+    what: str,
+    by: str,
+    store: ObjectStore,
+    cloud: LocalCloud | SkyPilotCloud,
+    console: Console,
+    url: str,
+) -> int | None:
+    """Carry out `what`. `by`: the interruption in words. Return the exit status, or `None` to go on
+    leading (until the drain is over)."""
+    if what == "carry on":
+        return None
+    if what == "leave":
+        console.print(
+            f"Left running. Lead it again with the same command; watch: harness status {url}; end "
+            f"it: harness stop {url}"
+        )
+        return INTERRUPTED
+    if what == "drain":
+        console.print(
+            f"{by[0].upper()}{by[1:]}. Draining: a snapshot is made, then everything is ended. The "
+            "same again kills at once."
+        )
+        ask_stop(store, f"the controller was {by}")
+        return None
+    console.print("Ending all nodes ...")
+    with contextlib.suppress(HarnessError):
+        for node in cloud.nodes():
+            cloud.terminate(node.attempt)
+    cloud.shutdown()
+    console.print("Killed. What was committed is safe; the same command resumes from it.")
+    return INTERRUPTED
+
+
+def by(asked: KeyboardInterrupt) -> str:
+    """Return a description of the interruption."""
+    return (
+        f"told to end by {asked}"
+        if isinstance(asked, TerminationRequest)
+        else "interrupted with Ctrl-C"
+    )
+
+
+# The end of `harness launch`: its messages and exit status when a run has ended, or when the
+# controller cannot go on.
+
+
+def say_how_it_ended(outcome: RunOutcome, store: ObjectStore, console: Console, url: str) -> int:
+    """Print how the run ended, and return the exit status."""
+    if outcome.unproven:
+        words = (
+            f"{outcome.reason}. This cloud never showed their machines. Look whether they are "
+            f"gone, from where they were launched: harness down {url}"
+        )
+        console.print(f"\n{words}", style="bold red", highlight=False, soft_wrap=True)
+    if outcome.outcome == "done":
+        return FAILED if outcome.unproven else DONE
+    console.print(
+        Text.assemble("\n", (outcome.outcome, "bold red"), f": {outcome.reason}"), soft_wrap=True
+    )
+    _print_tail(store, console)
+    console.print(
+        f"The run stands at step {outcome.committed_step}; the same command resumes it from there.",
+        highlight=False,
+    )
+    return FAILED if outcome.outcome == "failed" else ENDED_EARLY
+
+
+def give_up(
+    error: Exception,
+    store: ObjectStore,
+    cloud: LocalCloud | SkyPilotCloud | None,
+    console: Console,
+    url: str,
+) -> int:
+    """End a controller that cannot go on, and return the exit status. Nodes train without one, so
+    they are left as they are. If `error` is a mistake in the input and no node exists, end
+    everything and raise it."""
+    if cloud is not None:
+        if isinstance(error, BadInput) and _nothing_runs(store, cloud):
+            cloud.shutdown()
+            raise error
+        cloud.close()
+    said = f"""harness launch: {error}
+This controller cannot lead the run on. It has touched no node: nodes go on training and commit
+snapshots without it.
+  lead them again   the same command, once the cause is mended (exit status {LEFT}: a supervisor may
+                    try again)
+  watch them        harness status {url}
+  end them          harness down {url}
+Until then no lost node is replaced. Nodes keep --budget-usd and --max-hours by themselves: they
+drain when these are reached, or without a controller for longer than --leaderless-minutes, or
+`leaderless_hours` of `harness run` (24)."""
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    return LEFT
+
+
+def _nothing_runs(store: ObjectStore, cloud: LocalCloud | SkyPilotCloud) -> bool:
+    """Return whether surely no node of this run exists, so that a mistake in the input has cost
+    nothing yet."""
+    try:
+        book = book_of(store)
+        if (
+            book.unread
+            or any(n.alive for n in cloud.nodes())
+            or any(n.up_s is not None for n in book.open.values())
+        ):
+            return False
+        return not any(
+            b.attempt in book.open and not b.gone
+            for b in HeartbeatReader(store, time.monotonic).look()
+        )
+    except (HarnessError, StoreError):
+        return False
+
+
+def _print_tail(store: ObjectStore, console: Console) -> None:
+    """Print the last log lines of the newest worker that failed, if there is one."""
+    failures = [s.fact for s in read_facts(store, steps=False) if isinstance(s.fact, WorkerFailed)]
+    if failures:
+        last = failures[-1]
+        console.print(
+            f"\nLast words of rank {last.rank} on {last.member} ({last.error}):",
+            style="bold",
+            highlight=False,
+        )
+        console.print(last.log_tail, markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
-class LaunchFlags(RecordFlags):
+class LaunchFlags(RecordFlags, AlertFlags):
     task: str = positional("the SkyPilot task YAML")
     run: str = flag(
         "",
@@ -118,8 +339,8 @@ class LaunchFlags(RecordFlags):
     max_hours: float | None = flag(None, "stop after this many hours", above=0)
     leaderless_minutes: float | None = flag(
         None,
-        "nodes drain when nobody has led the run for so long; default: what each was told by "
-        "harness run --leaderless-hours (24)",
+        "nodes drain when nobody has led the run for so long; default: the setting "
+        "leaderless_hours of `harness run` (24)",
         above=0,
     )
     deadline: str = flag(
@@ -146,17 +367,6 @@ class LaunchFlags(RecordFlags):
         "as a secret, never to the bucket; default: HARNESS_SIGNING_KEY",
         metavar="FILE",
     )
-    alert: tuple[str, ...] = flag(
-        (),
-        "tell alerts to https://..., slack:https://... or command:'PROGRAM ARGUMENTS'; repeat for "
-        "more; also HARNESS_ALERTS. Nodes get all but commands",
-        metavar="RECEIVER",
-    )
-    alert_rules: str = flag(
-        "",
-        "rules of alerts besides those that ship: files, package.module:function, "
-        "comma-separated; default: HARNESS_ALERT_RULES",
-    )
     prometheus: str = flag("", PROMETHEUS, check=prometheus_address)
     on_interrupt: str = flag(
         "ask",
@@ -174,9 +384,8 @@ class LaunchFlags(RecordFlags):
 
 
 def _secrets(flags: LaunchFlags) -> dict[str, str]:
-    """What nodes are given and nobody is told. Raises BadInput."""
-    from harness.clouds.tasks import pairs
-
+    """Return the secrets of the nodes: receivers of alerts, signing key, and --secret. Raises
+    BadInput."""
     key = key_for_nodes(flags.sign_key, os.environ)
     os.environ.update(key)  # the controller signs as well
     kept = pairs(flags.secret, os.environ, "--secret")
@@ -184,21 +393,19 @@ def _secrets(flags: LaunchFlags) -> dict[str, str]:
 
 
 def launch(flags: LaunchFlags) -> int:
-    """Lead a run until it is done: launch nodes, replace lost ones, show what happens."""
-    from harness.clouds import tasks
-    from harness.controller import policies
-
+    """Lead a run until it is done: launch nodes, and replace lost ones."""
     console = Console()
     nodes = node_range(flags.nodes)
+    _check_skypilot(flags.cloud)
     url = normalize(flags.run or _new_run(flags.task))
-    given = tasks.pairs(flags.env, os.environ)
+    given = sky_task.pairs(flags.env, os.environ)
     envs = {**about_launch(flags, os.environ), **given, "RUN": url}
     told = receivers(flags.alert, flags.alert_rules)
     _check_prometheus(flags)
-    task = with_names(tasks.load(flags.task, envs, _secrets(flags)))
+    task = with_names(sky_task.load(flags.task, envs, _secrets(flags)))
     policy = policies.resolve(_policy_name(flags))
     if flags.cloud == "sky":
-        policy = policies.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
+        policy = combinators.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
     if flags.dry_run:
         return show_plan(
             flags,
@@ -209,8 +416,8 @@ def launch(flags: LaunchFlags) -> int:
             lambda: _cloud(flags, task, url, nodes),
             console,
         )
-    # what is wrong with the input is told before anything is written anywhere
-    local = _cloud(flags, task, url, nodes) if flags.cloud == "local" else None
+    # wrong input is reported before anything is written anywhere
+    cloud = _cloud(flags, task, url, nodes)
     if flags.deadline:
         wanted(flags, nodes, book_of(open_store(url, retry_within_s=PREFLIGHT_S)), time.time())
     store = checked_store(url)
@@ -236,7 +443,6 @@ def launch(flags: LaunchFlags) -> int:
         soft_wrap=True,
     )
     keep_launch(store, flags, task)
-    cloud = local or _cloud(flags, task, url, nodes)
     log = state_dir(url, "controller") / "publisher.log"
     beside: list[AbstractContextManager[Any]] = [
         publisher_beside(url, task, log, flags.alert_rules),
@@ -244,7 +450,7 @@ def launch(flags: LaunchFlags) -> int:
     ]
     if flags.prometheus:
         beside.append(_gauges(flags.prometheus, store, told[1], console))
-    if flags.cloud == "sky":  # the market of a local cloud is made up
+    if flags.cloud == "sky":  # the market of a local cloud is invented
         beside.append(remembering(url, store, Histories.of(os.environ)))
     ended = _lead(flags, nodes, policy, asked_for, url, store, cloud, console, beside)
     sign_off(store)
@@ -254,10 +460,19 @@ def launch(flags: LaunchFlags) -> int:
     return say_how_it_ended(ended, store, console, url)
 
 
+def _check_skypilot(cloud: str) -> None:
+    """Check that the package of --cloud sky is installed. Raises BadInput."""
+    if cloud == "sky" and importlib.util.find_spec("sky") is None:
+        raise BadInput(
+            "--cloud sky: wanted SkyPilot, which launches the nodes, found that it is not "
+            "installed here; install spotharness with the extra [controller] (as the README says), "
+            "or try --cloud local"
+        )
+
+
 def _check_prometheus(flags: LaunchFlags) -> None:
-    """Raises BadInput."""
+    """Check that the address of --prometheus is available. Raises BadInput."""
     if flags.prometheus:
-        from harness.cli.prometheus import check_address
 
         check_address(flags.prometheus)
 
@@ -266,10 +481,6 @@ def _check_prometheus(flags: LaunchFlags) -> None:
 def _gauges(
     at: str, store: ObjectStore, rules: Sequence[AlertRule], console: Console
 ) -> Iterator[None]:
-    from harness.cli.prometheus import exposing
-    from harness.views.alerts import AlertWatch
-    from harness.views.gauges import RunGauges
-
     with exposing(at, RunGauges(store, watch=AlertWatch(rules)).text) as url:
         console.print(f"numbers {url}", highlight=False, soft_wrap=True)
         yield
@@ -291,15 +502,8 @@ def _lead(
     console: Console,
     beside: Sequence[AbstractContextManager[Any]],
 ) -> RunOutcome | int:
-    """Lead the run to its end, through every interruption, with `beside` entered. An exit status
-    if it ends before."""
-    from harness.bucket.journal import Journal
-    from harness.controller.keeping import KeptLease
-    from harness.controller.learning import RunLearner
-    from harness.controller.recovery import recover
-    from harness.core.facts import RunAsked
-    from harness.core.world import World
-
+    """Lead the run to its end, through every interruption, with `beside` entered. Return its
+    outcome, or an exit status if the controller ends first."""
     clock, sky, run = RealClock(), flags.cloud == "sky", _run_spec(flags, nodes)
     holder = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
     journal = Journal(store, f"controller-{secrets.token_hex(6)}", clock.now)
@@ -311,10 +515,10 @@ def _lead(
     goals = replace(asked_for, look_s=run.poll_s)
     histories = Histories.of(os.environ)
     before = known_before(url, histories, clock.now(), console) if sky else ({}, {})
-    learner = RunLearner(store, goals, journal.record, *before)
+    learner = RunEstimator(store, goals, journal.record, *before)
     lease = KeptLease(store, clock, holder, ttl_s=20.0 if sky else 5.0)
     view = _View(store, console)
-    asked: KeyboardInterrupt | None = None  # an interruption that is not answered yet
+    asked: KeyboardInterrupt | None = None  # an interruption that is not handled yet
     draining = False
     with heed_signals(state_dir(url, "controller") / "log"), contextlib.ExitStack() as stack:
         stack.callback(lease.close)
@@ -341,8 +545,7 @@ def _lead(
                 console.print(f"Nothing was touched. Watch it with: harness status {url}")
                 return FAILED
             except Exception as e:
-                # also a fault of our own: whatever it is, the nodes are none the worse, and
-                # somebody must know
+                # also a bug of ours: the nodes are unaffected, and the user must see it
                 view.end()
                 if not isinstance(e, (StoreError, HarnessError)):
                     sys.excepthook(type(e), e, e.__traceback__)
@@ -357,17 +560,15 @@ def _lead(
     wait=wait_random_exponential(multiplier=0.2, max=2.0),
     reraise=True,
 )
-def _how_it_stands(store: ObjectStore) -> tuple[Book, bool]:
-    """The book of the run, and is it over? A store that contradicts itself (lists what it does
-    not find) is asked again for a while. Raises StoreError."""
+def _how_it_stands(store: ObjectStore) -> tuple[AttemptHistory, bool]:
+    """Return the book of the run, and whether the run is over. A store that contradicts itself
+    (lists what it does not find) is retried for a while. Raises StoreError."""
     book = book_of(store)
-    # A controller killed after the last step may have left nodes: those are ended first.
+    # a controller that was killed after the last step may have left nodes, which must end first
     return book, is_final(store) and not book.open
 
 
 def _run_spec(flags: LaunchFlags, nodes: tuple[int, int]) -> RunSpec:
-    from harness.controller.recovery import RunSpec
-
     minutes = flags.leaderless_minutes
     wanted = RunSpec(
         *nodes,
@@ -376,7 +577,6 @@ def _run_spec(flags: LaunchFlags, nodes: tuple[int, int]) -> RunSpec:
         leaderless_s=None if minutes is None else minutes * 60,
     )
     if flags.cloud == "sky":
-        from harness.clouds.sky_client import IDLE_MINUTES
 
         return replace(
             wanted,
@@ -387,7 +587,7 @@ def _run_spec(flags: LaunchFlags, nodes: tuple[int, int]) -> RunSpec:
             exit_grace_s=180.0,
             terminate_timeout_s=900.0,
         )
-    # The local cloud answers at once, so everything that waits for a cloud is short.
+    # the local cloud answers immediately, so all timeouts for a cloud are short
     local = replace(
         wanted,
         poll_s=0.5,
@@ -403,13 +603,11 @@ def _cloud(
     flags: LaunchFlags, task: Task, url: str, nodes: tuple[int, int]
 ) -> LocalCloud | SkyPilotCloud:
     if flags.cloud == "local":
-        from harness.clouds.local import LocalCloud
+        from harness.local.local_cloud import LocalCloud
 
         return LocalCloud(
             state_dir(url), task, flags.market, url, wanted=nodes, notices=flags.local_notices
         )
-    from harness.clouds.skypilot import SkyPilotCloud
-    from harness.controller.policies import uses_on_demand
 
     clouds = names_of(flags.clouds) or None
     if clouds and not flags.dry_run:
@@ -429,15 +627,13 @@ def _cloud(
 
 
 class _View:
-    """The live view, in a thread of its own."""
+    """The live view of the run, in a thread of its own."""
 
     def __init__(self, store: ObjectStore, console: Console):
         self._store, self._console = store, console
         self._done: threading.Event | None = None
 
     def show(self) -> None:
-        from harness.views.monitor import follow
-
         done = self._done = threading.Event()
         about = {"until_ended": False}
         self._thread = threading.Thread(

@@ -1,5 +1,5 @@
-"""`harness verify`, `compare`, `replay`, `drill`, `doctor`, `fake-metadata`: what proves that all
-is well."""
+"""`harness prove verify`, `compare`, `replay`, `drill`, `doctor`, `fake-metadata`: proofs of a run
+and checks of a setup."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import sys
+import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,22 +22,29 @@ from harness.cli.common import (
     key_text,
     sky_broker,
 )
-from harness.core.config import flag, positional
-from harness.core.given_files import output_folder
+from harness.clouds import sky_task
+from harness.core.flags import flag, positional
+from harness.core.input_files import output_folder
+from harness.core.signing import VARIABLE, key_of
 from harness.core.world import BadInput
-from storage.objects import ObjectStore
-from storage.opening import normalize, open_store
-from storage.text import Console
+from harness.lab.replay import print_replay
+from harness.lab.replay import replay as execute
+from storage.canonical_json import BadObject
+from storage.stores.objects import ObjectStore
+from storage.stores.store_urls import normalize, open_store
+from storage.terminal_text import Console
 
 if TYPE_CHECKING:
     from harness.core.signing import SigningKey
-    from harness.views.audit_report import AuditReport
+    from harness.look.audit.audit import AuditReport
 
 
 @dataclass(frozen=True)
 class VerifyFlags:
     url: str = positional("URL of the run")
-    anew: bool = flag(False, "also take apart what an earlier `harness verify` has proved here")
+    anew: bool = flag(
+        False, "also take apart what an earlier `harness prove verify` has proved here"
+    )
     key: str = flag(
         "",
         "a file with the key that the run was signed with, or the public one of it: find also what "
@@ -59,13 +67,13 @@ class VerifyFlags:
 
 
 def verify(flags: VerifyFlags) -> int:
-    """Prove from the bucket alone that the run is what it should be. Exit status 1 names the
-    first violation. Without --key it proves the run against accident, not against who may write to
-    its bucket. Goes on where an earlier one was interrupted: what it proved is remembered on
-    this computer, and believed of objects that have the same bytes still."""
-    from harness.views.audit import audit
-    from harness.views.audit_report import UNSIGNED, print_audit
-    from harness.views.proving import Prover
+    """Prove from the bucket alone that the run is what it should be.
+
+    Exit status 1 names the first violation. Without --key this protects against accidents, not
+    against those who may write to the bucket. It resumes an interrupted one: what was proved is
+    remembered on this computer and trusted for objects whose bytes are unchanged."""
+    from harness.look.audit.audit import UNSIGNED, audit, print_audit
+    from harness.look.audit.proof_cache import Prover
 
     key = _key_of(flags)
     memory = cache_dir(normalize(flags.url), "verified") / "proofs"
@@ -74,7 +82,7 @@ def verify(flags: VerifyFlags) -> int:
     store = existing_store(flags.url)
     found = audit(store, prover=Prover(os.cpu_count() or 1, memory))
     if flags.data:
-        from harness.views.audit_contents import with_contents
+        from harness.look.audit.audit_samples import with_contents
 
         found = with_contents(found, store, flags.data)
     if key is None:
@@ -86,9 +94,7 @@ def verify(flags: VerifyFlags) -> int:
 
 
 def _key_of(flags: VerifyFlags) -> SigningKey | None:
-    """Raises BadInput."""
-    from harness.core.signing import VARIABLE, key_of
-
+    """Return the key to verify signatures with; `None` without one. Raises BadInput."""
     text = key_text(flags.key) if flags.key else os.environ.get(VARIABLE, "")
     if flags.state and not text:
         raise BadInput("--state: what it remembers is signed; give --key as well")
@@ -98,10 +104,10 @@ def _key_of(flags: VerifyFlags) -> SigningKey | None:
 def _with_signatures(
     found: AuditReport, store: ObjectStore, key: SigningKey, state: str
 ) -> AuditReport:
-    """With what a state file remembers, and will remember. Raises BadInput."""
-    from harness.clouds.provider_files import write_atomic
-    from harness.core.values import BadObject
-    from harness.views.audit_signed import remembered, remembering, with_signatures
+    """Return the report extended by checks of signatures. The state file, if there is one, is read
+    and updated with the newest signed head. Raises BadInput."""
+    from harness.local.provider import write_atomic
+    from harness.look.audit.audit_signatures import remembered, remembering, with_signatures
 
     path = Path(state).expanduser() if state else None
     try:
@@ -112,7 +118,7 @@ def _with_signatures(
             write_atomic(path, remembering(text, store.url, newest))
     except (OSError, BadObject, UnicodeDecodeError) as e:
         raise BadInput(
-            f"--state {state}: wanted a file of an earlier `harness verify` ({e})"
+            f"--state {state}: wanted a file of an earlier `harness prove verify` ({e})"
         ) from e
     return found
 
@@ -125,9 +131,9 @@ class CompareFlags:
 
 
 def compare(flags: CompareFlags) -> int:
-    """Are two runs the same training? Exit status 1 if not."""
-    from harness.views.compare import compare as compare_stores
-    from harness.views.compare import print_comparison
+    """Compare two runs: are they the same training? Exit status 1 if not."""
+    from harness.look.reports.compare import compare as compare_stores
+    from harness.look.reports.compare import print_comparison
 
     found = compare_stores(existing_store(flags.a), existing_store(flags.b))
     return print_comparison(found, Console(), flags.rtol)
@@ -140,7 +146,7 @@ class ReplayFlags:
         "-- script.py and its arguments, as the run was trained", nargs="*"
     )
     start: int = flag(
-        0, "the snapshot to begin from, by its step (see `harness report`)", metavar="STEP"
+        0, "the snapshot to begin from, by its step (see `harness runs report`)", metavar="STEP"
     )
     steps: int = flag(10, "how many steps", at_least=1)
     nodes: int = flag(1, "how many workers", at_least=1)
@@ -153,17 +159,14 @@ class ReplayFlags:
 
 
 def replay(flags: ReplayFlags) -> int:
-    """Execute a part of a run again from one of its snapshots, on any number of workers, and
-    compare to the bit."""
-    import tempfile
+    """Repeat a part of a run from one of its snapshots, and compare it bit by bit.
 
-    from harness.proof.replay import print_replay
-    from harness.proof.replay import replay as execute
+    The number of workers may differ from the run's."""
 
     if not flags.script:
         raise BadInput(
-            "no script: write `harness replay URL --start STEP -- train.py --its-flags`, as the "
-            "run was trained"
+            "no script: write `harness runs replay URL --start STEP -- train.py --its-flags`, as "
+            "the run was trained"
         )
     store = existing_store(flags.url)
     with tempfile.TemporaryDirectory(prefix="harness-replay-") as temporary:
@@ -191,14 +194,13 @@ class FakeMetadataFlags:
 
 
 def fake_metadata(flags: FakeMetadataFlags) -> int:
-    """Be a cloud's metadata service on loopback, and announce what you are told to: notices,
-    cancellations, outages."""
-    from harness.clouds.metadata import MetadataServer, environment_of, protocol_of
-    from harness.clouds.metadata_protocol import CONTROL_PATH
+    """Serve a fake cloud metadata service on loopback; send notices, cancellations and faults."""
+    from harness.local.metadata_reply import CONTROL_PATH
+    from harness.local.metadata_server import MetadataServer, environment_of, metadata_service
 
     try:
         server = MetadataServer(
-            protocol_of(flags.cloud, flags.name),
+            metadata_service(flags.cloud, flags.name),
             flags.port,
             control=True,
             clock_ahead_s=flags.clock_ahead_s,
@@ -222,7 +224,7 @@ def fake_metadata(flags: FakeMetadataFlags) -> int:
                 )
             except (ValueError, KeyError, TypeError, AttributeError) as e:
                 print(f"{type(e).__name__}: {e}", file=sys.stderr, flush=True)
-        threading.Event().wait()  # standard input is closed: the port still listens
+        threading.Event().wait()  # go on serving after standard input was closed
     finally:
         server.close()
     return DONE
@@ -239,21 +241,15 @@ class DrillFlags:
     seed: int = flag(0, "which node, which moment")
     jobs: int = flag(1, "cells at the same time; about one per core", at_least=1)
     json: bool = flag(False, "print the results as JSON")
-    soak: int = flag(
-        0, "instead of the matrix: so many kills, pauses and store faults", metavar="FAULTS"
-    )
-    soak_runs: int = flag(1, "with --soak: over so many runs, one after the other", at_least=1)
     keep: str = flag("", "keep runs and logs in this empty folder", check=output_folder)
 
 
 def drill(flags: DrillFlags) -> int:
-    """Every fault in every phase, on real processes of this machine; passed is what ends with
-    the weights of a calm run."""
-    from harness.proof import drill as drills
-    from harness.proof import soak
+    """Test every fault in every phase, on real processes of this machine.
 
-    if flags.soak:
-        return soak.command(flags.soak, flags.soak_runs, flags.seed, flags.keep, Console())
+    A cell passes if it ends with the weights of an undisturbed run."""
+    from harness.lab.drills import drill as drills
+
     return drills.command(flags.only, flags.seed, flags.jobs, flags.json, flags.keep, Console())
 
 
@@ -272,16 +268,16 @@ class DoctorFlags:
 
 
 def doctor(flags: DoctorFlags) -> int:
-    """Is everything in place for a launch? Costs nothing; says what to do about what is
-    missing. Exit status 1 if a launch cannot work."""
-    from harness.clouds import tasks
-    from harness.controller import doctor as doctors
+    """Check that everything is in place for a launch, at no cost, and print what to do.
+
+    Exit status 1 if a launch cannot work."""
+    from harness.cli import doctor as doctors
 
     url = normalize(flags.run) if flags.run else ""
     task = None
     if flags.task:
-        envs = {**tasks.pairs(flags.env, os.environ), "RUN": url or "none"}
-        task = tasks.load(flags.task, envs, tasks.pairs(flags.secret, os.environ, "--secret"))
+        envs = {**sky_task.pairs(flags.env, os.environ), "RUN": url or "none"}
+        task = sky_task.load(flags.task, envs, sky_task.pairs(flags.secret, os.environ, "--secret"))
     sky = sky_broker(url or "doctor")
 
     def opened(at: str) -> ObjectStore:

@@ -1,4 +1,4 @@
-"""`harness simulate`: what would happen, in hostile worlds made from seeds and on recorded
+"""`harness market simulate`: simulate runs in hostile worlds made from seeds and on recorded
 markets."""
 
 from __future__ import annotations
@@ -12,24 +12,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import box
+from rich.table import Table
+
 from harness.cli.common import DONE, existing_store, node_range
-from harness.core.config import Bounds, flag
-from harness.core.given_files import text_given
+from harness.core.flags import Bounds, flag
+from harness.core.input_files import text_given
 from harness.core.world import BadInput
-from storage.text import Console
+from harness.notices.sources import parse_duration
+from storage.terminal_text import Console
 
 if TYPE_CHECKING:
-    from harness.market.traces import ZoneTrace
-    from harness.proof.market_replay import ReplayJob
-    from harness.proof.market_table import MarketRow, MarketTable
+    from harness.planner.market_nodes import ReplayJob
+    from harness.planner.policy_table import MarketRow, MarketTable
+    from harness.planner.traces import ZoneTrace
 
 Markets = Mapping[str, Sequence["ZoneTrace"]]
 LEGEND = (
     "/opt, worst: the bill as a multiple of the optimum's, mean and greatest; /od: of on-demand's; "
     "hours: until the work was done; missed: deadlines, of windows; moves: to another zone"
 )
-MOST_TIMES = 1000.0  # --work, until a deadline
-TRACE_SUFFIXES = (".json", ".csv", ".txt")  # of the files of a folder
+MOST_TIMES = 1000.0  # longest deadline as a multiple of --work
+TRACE_SUFFIXES = (".json", ".csv", ".txt")  # of the traces in a folder
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,7 @@ class SimulateFlags:
         "several (default: deadline, uniform_progress, greedy, on_demand)",
         metavar="NAME",
     )
-    system: bool = flag(False, "the whole system: real agents, lines, sessions' machines as well")
-    money: bool = flag(False, "runs that end by their budgets, on clouds as slow as real ones")
-    jobs: int = flag(
-        0, "processes at the same time; 0: with --system or --money one, else one per core"
-    )
+    jobs: int = flag(0, "with --trace: processes at the same time; 0: one per core")
     trace: tuple[str, ...] = flag(
         (),
         "recorded markets: files, or folders of them; all of them are zones of one market",
@@ -112,31 +112,26 @@ class SimulateFlags:
 
 
 def simulate(flags: SimulateFlags) -> int:
-    """What would happen: the very recovery loop on a virtual clock, in hostile worlds with
-    invariants checked all along (with --system every other seat's code as well; with --money how
-    budgets are kept), or on recorded markets (--trace), where policies are compared by cost and
-    deadlines kept; or on the market of a run that is over (--what-if)."""
+    """Simulate runs on a virtual clock, in hostile worlds or on recorded markets.
+
+    The real recovery loop runs in hostile worlds while invariants are checked; or on recorded
+    markets (--trace), where policies are compared by cost and by the deadlines that they keep; or
+    on the market of a finished run (--what-if)."""
     if flags.what_if:
         return _what_if(flags)
     if flags.trace:
         return _on_markets(flags)
-    if flags.system:
-        from harness.proof.system import command
+    from harness.lab.simulation import simulation
 
-        return command.command(flags.seeds, flags.seed, flags.first, flags.jobs or 1)
-    from harness.proof import money_seeds, sim
-
-    if flags.money:
-        return money_seeds.command(flags.seeds, flags.seed, flags.first, flags.jobs or 1)
     policy = flags.policy[-1] if flags.policy else "cheapest"
-    return sim.command(flags.seeds, flags.seed, flags.first, policy)
+    return simulation.command(flags.seeds, flags.seed, flags.first, policy)
 
 
 # ---- a run's own market --------------------------------------------------------------------------
 def _what_if(flags: SimulateFlags) -> int:
-    from harness.proof.market_what_if import WhatIfAsked
-    from harness.proof.market_what_if_shown import command
-    from harness.views.summary import summarize
+    from harness.look.reports.summary import summarize
+    from harness.planner.own_market import WhatIfAsked
+    from harness.planner.what_if_report import command
 
     if flags.trace:
         raise BadInput("--what-if has a market of its own: leave --trace out")
@@ -155,16 +150,16 @@ def _what_if(flags: SimulateFlags) -> int:
 
 # ---- recorded markets ----------------------------------------------------------------------------
 def _on_markets(flags: SimulateFlags) -> int:
-    from harness.proof import market_runs, market_table
+    from harness.planner import policy_table
 
     if flags.plot:
-        from harness.proof.market_drawing import plot_paths
+        from harness.planner.policy_report import plot_paths
 
         plot_paths(flags.plot)
     jobs = _jobs(flags)
     markets = _markets(flags)
-    names = _listed(flags.policy) or market_table.usual_policies(jobs[0])
-    table = market_runs.run_table(markets, jobs, names, flags.starts, flags.jobs)
+    names = _listed(flags.policy) or policy_table.usual_policies(jobs[0])
+    table = policy_table.run_table(markets, jobs, names, flags.starts, flags.jobs)
     console = Console()
     if flags.json:
         for row in table.rows:
@@ -172,7 +167,7 @@ def _on_markets(flags: SimulateFlags) -> int:
     else:
         _show(table, flags, console)
     if flags.plot:
-        from harness.proof.market_drawing import draw
+        from harness.planner.policy_report import draw
 
         for path in draw(table, flags.plot):
             if not flags.json:
@@ -181,7 +176,8 @@ def _on_markets(flags: SimulateFlags) -> int:
 
 
 def _listed(values: Sequence[str]) -> tuple[str, ...]:
-    """What was repeated, or separated by commas outside of parentheses."""
+    """Return the values of a flag that was repeated, or separated by commas outside of
+    parentheses, each once."""
     found = list[str]()
     for value in values:
         depth, word = 0, ""
@@ -196,8 +192,8 @@ def _listed(values: Sequence[str]) -> tuple[str, ...]:
 
 
 def _jobs(flags: SimulateFlags) -> list[ReplayJob]:
-    """One for each deadline, the earliest first. Raises BadInput."""
-    from harness.proof.market_replay import ReplayJob
+    """Return one job for each deadline, the earliest first. Raises BadInput."""
+    from harness.planner.market_nodes import ReplayJob
 
     work_h = _hours("--work", flags.work)
     deadlines = _listed(flags.deadline) or ("1.08x", "1.25x", "1.5x")
@@ -228,12 +224,11 @@ def _deadline_h(text: str, work_h: float) -> float:
 
 
 def _hours(name: str, text: str, unit: str = "h") -> float:
-    """`unit`: of a plain number. Raises BadInput."""
-    from harness.agent.sources import duration
-
+    """Parse a duration into hours. `unit`: that of a plain number; `name`: the flag, for messages.
+    Raises BadInput."""
     given = text.strip() + ("" if text.strip()[-1:].isalpha() else unit)
     try:
-        found: float = duration(given) / 3600
+        found: float = parse_duration(given) / 3600
     except BadInput as e:
         raise BadInput(f"{name}: {e}") from None
     if found <= 0 and name in ("--work", "--deadline", "--interval"):
@@ -242,9 +237,9 @@ def _hours(name: str, text: str, unit: str = "h") -> float:
 
 
 def _markets(flags: SimulateFlags) -> Markets:
-    """By name. Raises BadInput."""
-    from harness.market.trace_formats import TraceAsked, read_market
-    from harness.market.traces import zone_names
+    """Read the recorded markets and return them by name. Raises BadInput."""
+    from harness.planner.trace_formats import TraceAsked, read_market
+    from harness.planner.traces import zone_names
 
     asked = TraceAsked(flags.polarity, flags.zone, flags.tick, flags.unit)
     paths = [str(path) for one in flags.trace for path in _files(Path(one))]
@@ -260,7 +255,7 @@ def _markets(flags: SimulateFlags) -> Markets:
 
 
 def _files(path: Path) -> list[Path]:
-    """It, or what looks like a trace in a folder. Raises BadInput."""
+    """Return the file, or the files of a folder that look like traces. Raises BadInput."""
     if not path.is_dir():
         return [path]
     found = sorted(p for p in path.iterdir() if p.suffix in TRACE_SUFFIXES)
@@ -279,7 +274,7 @@ def _finite(number: float | None, digits: int = 4) -> float | None:
 
 
 def _line(row: MarketRow, table: MarketTable) -> dict[str, Any]:
-    """Means over the windows; null: there is no such number."""
+    """Return a row for JSON. Numbers are means over the windows; null if there is none."""
     over, job = row.over_optimum, row.job
     return {
         "traces": row.market,
@@ -311,7 +306,7 @@ def _line(row: MarketRow, table: MarketTable) -> dict[str, Any]:
 
 
 def _spot_price(zones: Sequence[ZoneTrace], job: ReplayJob) -> float | None:
-    """None: as in the trace, tick by tick."""
+    """Return the spot price of a node in USD per hour; `None` if the trace has prices per tick."""
     return None if any(z.usd_per_h is not None for z in zones) else job.spot_usd_per_h
 
 
@@ -355,9 +350,6 @@ def _terms(table: MarketTable, flags: SimulateFlags) -> str:
 
 
 def _show_deadline(rows: Sequence[MarketRow], job: ReplayJob, console: Console) -> None:
-    from rich import box
-    from rich.table import Table
-
     times = job.deadline_h / job.work_h
     shown = Table(
         title=f"deadline {job.deadline_h:g} h ({times:.3g}x the work), means of the windows",
@@ -392,7 +384,7 @@ def _show_deadline(rows: Sequence[MarketRow], job: ReplayJob, console: Console) 
 
 
 def _over_all(rows: Sequence[MarketRow]) -> list[MarketRow]:
-    """A row for each policy over all markets."""
+    """Return one row for each policy, over all markets."""
     found: dict[str, list[MarketRow]] = {}
     for row in rows:
         found.setdefault(row.policy, []).append(row)

@@ -1,1 +1,1 @@
-"""Where nodes come from, behind the `Cloud` seam; the fakes of it ship."""
+"""Sources of nodes, behind the `Cloud` interface, with the fakes that ship."""

@@ -1,8 +1,8 @@
-"""What Azure says of spot: prices now in each region, and in which share of hours it evicts.
+"""Azure's spot prices, per region, and its eviction rates.
 
-Prices are public (the Retail Prices API) and change by the month. Eviction rates are told by Azure
-Resource Graph to whoever may read anything of a tenant: bands of the chance, in percent, that a
-node is evicted within the next hour, as seen in the last 28 days.
+Prices are public (the Retail Prices API) and change monthly. Azure Resource Graph reports eviction
+rates to every account that may read anything of a tenant: bands of the chance, in percent, that a
+node is evicted within the next hour, measured over the last 28 days.
 https://learn.microsoft.com/azure/virtual-machines/spot-vms, read 2026-11.
 """
 
@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from harness.clouds.json_http import ask_json
+from harness.clouds.price_api import ask_json
 from harness.core.world import CloudUnavailable
 
 PRICES_URL = "https://prices.azure.com/api/retail/prices"
@@ -27,17 +27,17 @@ GRAPH_URL = (
     "https://management.azure.com/providers/Microsoft.ResourceGraph/resources"
     "?api-version=2022-10-01"
 )
-MOST_PAGES = 20  # of 1,000 rows; a shape has some hundreds of prices, all regions together
-LOGIN_TIMEOUT_S = 30.0  # SkyPilot's own: `az` may take long
-SAFE = re.compile(r"[\w.-]+")  # names that need no quoting in a query
+MOST_PAGES = 20  # of 1,000 rows; a shape has some hundreds of prices in all regions together
+LOGIN_TIMEOUT_S = 30.0  # the same as SkyPilot's: `az` may be slow
+SAFE = re.compile(r"[\w.-]+")  # names that need no escaping in a query
 
 
 def spot_prices(
     shape: str, since_s: float, now_s: float, url: str = PRICES_URL
 ) -> list[dict[str, Any]]:
-    """What a Linux node of this shape costs on spot now, in each region that has it: `instance`,
-    `region`, `t` (since when, seconds since 1970; `since_s` at least), `usd_per_h`. Raises
-    CloudUnavailable."""
+    """Return the current spot price of a Linux node of this shape in each region that has it, as
+    dicts with `instance`, `region`, `t` (start of the price, seconds since 1970, not before
+    `since_s`) and `usd_per_h`. Raises CloudUnavailable."""
     wanted = (
         "serviceName eq 'Virtual Machines' and priceType eq 'Consumption' "
         f"and armSkuName eq '{shape}'"
@@ -48,7 +48,7 @@ def spot_prices(
         answer = ask_json(page)
         rows += _objects(answer, "Items")
         page = answer.get("NextPageLink") or ""
-        if not page.startswith(url):  # the last one; nobody else is asked
+        if not page.startswith(url):  # the last page; links to other hosts are not followed
             break
     newest: dict[str, tuple[float, float]] = {}
     for row in rows:
@@ -68,11 +68,11 @@ def spot_prices(
 def eviction_bands(
     shapes: Sequence[str], regions: Sequence[str], headers: Mapping[str, str], url: str = GRAPH_URL
 ) -> list[dict[str, str]]:
-    """`instance` (as in `shapes`), `region`, `band` ("5-10": percent of nodes an hour). `headers`:
-    see `login`. Raises CloudUnavailable."""
+    """Return the eviction rates as dicts with `instance` (as in `shapes`), `region` and `band`
+    ("5-10": percent of nodes per hour). `headers`: see `login`. Raises CloudUnavailable."""
     named = {shape.lower(): shape for shape in shapes if SAFE.fullmatch(shape)}
     places = sorted({region.lower() for region in regions if SAFE.fullmatch(region)})
-    # without the id in it, an answer of more than one page cannot be read on
+    # paging works only if the query returns the id column
     query = (
         "SpotResources | where type =~ 'microsoft.compute/skuspotevictionrate/location' "
         f"| where sku.name in~ ({_quoted(sorted(named))}) | where location in~ ({_quoted(places)}) "
@@ -82,7 +82,7 @@ def eviction_bands(
     found, token = list[dict[str, str]](), ""
     for _ in range(MOST_PAGES if named and places else 0):
         options = {"resultFormat": "objectArray", **({"$skipToken": token} if token else {})}
-        # no subscription is named: these rows are the tenant's, and belong to none
+        # no subscription is named: these rows belong to the tenant
         answer = ask_json(url, headers, {"query": query, "options": options})
         for row in _objects(answer, "data"):
             shape = named.get(str(row.get("skuName", "")).lower())
@@ -97,8 +97,8 @@ def eviction_bands(
 
 
 def login() -> dict[str, str]:
-    """Headers of a request to Azure's management, by its command `az`, which is what SkyPilot's
-    own Azure logs in by. Raises CloudUnavailable with what to do."""
+    """Return the headers of a request to Azure's management API. The token comes from the command
+    `az`, which SkyPilot uses as well. Raises CloudUnavailable that says what to do."""
     az = shutil.which("az") or shutil.which("az", path=str(Path(sys.executable).parent))
     if az is None:
         raise CloudUnavailable(
@@ -122,7 +122,8 @@ def login() -> dict[str, str]:
 
 
 def _is_linux_spot(row: Mapping[str, Any]) -> bool:
-    """Not on demand, not of Windows, not Low Priority (another product, for sets of machines)."""
+    """Return whether the row is a usable spot price of a Linux machine. On-demand, Windows and Low
+    Priority (another product, for sets of machines) rows are not."""
     product = str(row.get("productName", ""))
     return (
         str(row.get("skuName", "")).endswith(" Spot")
@@ -137,7 +138,7 @@ def _is_linux_spot(row: Mapping[str, Any]) -> bool:
 
 
 def _objects(answer: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    """Raises CloudUnavailable if there is no list of that name."""
+    """Return the dicts of the list `answer[name]`. Raises CloudUnavailable if there is no list."""
     rows = answer.get(name)
     if not isinstance(rows, list):
         raise CloudUnavailable(f"azure: wanted an answer with {name}, found {sorted(answer)[:5]}")
@@ -145,7 +146,7 @@ def _objects(answer: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 
 def _seconds(date: object, otherwise: float) -> float:
-    """Since 1970; dates are UTC."""
+    """Return a date as seconds since 1970, or `otherwise` if it is none. Dates are in UTC."""
     try:
         at = datetime.fromisoformat(str(date).replace("Z", "+00:00"))
     except ValueError:

@@ -1,11 +1,11 @@
-"""What Google says of spot: prices now in each region, put together from those of its parts.
+"""Google's current spot prices per region, summed from the prices of a machine's parts.
 
-The Cloud Billing Catalog has no price of a machine: it lists cores, memory and GPUs, each with
-words for people, and the price of a machine is their sum. A part that is not found, or found with
-two prices, leaves the machine without one: better none than a wrong one. Disks are not in it, as
-they are not in SkyPilot's catalog.
+The Cloud Billing Catalog has no price of a machine: it lists cores, memory and GPUs with
+free-text descriptions, and the price of a machine is their sum. If a part is not found, or has two
+prices, the machine gets no price: none is better than a wrong one. Disks are not included, as in
+SkyPilot's catalog.
 
-How often spot machines are taken Google does not publish, but for a beta of its API
+Google does not publish how often spot machines are preempted, except in a beta of its API
 (advice.capacityHistory, November 2026).
 """
 
@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from harness.clouds.json_http import ask_json
+from harness.clouds.price_api import ask_json
 from harness.core.world import CloudUnavailable
 
 COMPUTE_ENGINE = "6F81-5844-456A"  # https://cloud.google.com/skus
 SKUS_URL = f"https://cloudbilling.googleapis.com/v1/services/{COMPUTE_ENGINE}/skus"
 SCOPE = "https://www.googleapis.com/auth/cloud-billing.readonly"
 MOST_PAGES, PAGE = 30, 5000  # some 32,000 products in 2026
-# How cores and memory are called, by the beginning of a machine's name; other machines are the
-# catalog's. Machines of one family with other prices (a3-megagpu) are not among them.
+# The names of cores and memory, by the prefix of the machine's name. Other machines keep the price
+# of SkyPilot's catalog, as do machines of a family with prices of their own (a3-megagpu).
 FAMILIES = {
     "a2-": "A2 Instance",
     "a3-highgpu-": "A3 Instance",
@@ -53,7 +53,7 @@ NOT_PLAIN = ("custom", "premium", "reserved", "sole tenancy", "dws")
 
 @dataclass(frozen=True)
 class GcpMachine:
-    """One node: its shape, and what is attached to it."""
+    """One node: its shape and the GPUs that are attached to it."""
 
     region: str
     shape: str
@@ -65,7 +65,7 @@ class GcpMachine:
 
 @dataclass(frozen=True)
 class _SkuPart:
-    """Of a machine, as it is sold on spot. `t`: since when, seconds since 1970."""
+    """A part of a machine as it is sold on spot. `t`: start of the price, seconds since 1970."""
 
     group: str
     words: str
@@ -77,8 +77,8 @@ class _SkuPart:
 def spot_usd(
     machines: Sequence[GcpMachine], headers: Mapping[str, str], url: str = SKUS_URL
 ) -> list[tuple[float, float] | None]:
-    """Of each machine, since when (seconds since 1970) it costs how much an hour on spot; None: it
-    could not be put together. `headers`: see `login`. Raises CloudUnavailable."""
+    """Return the spot price of each machine as (start in seconds since 1970, USD per hour), or
+    `None` if a part has no price. `headers`: see `login`. Raises CloudUnavailable."""
     parts, token = list[_SkuPart](), ""
     for _ in range(MOST_PAGES):
         query = {"pageSize": PAGE, "currencyCode": "USD", **({"pageToken": token} if token else {})}
@@ -94,8 +94,8 @@ def spot_usd(
 
 
 def login() -> dict[str, str]:
-    """Headers of a request to Google's APIs, by the credentials that SkyPilot uses (Google's
-    "application default"). Raises CloudUnavailable with what to do."""
+    """Return the headers of a request to Google's APIs, with the credentials that SkyPilot uses
+    (Google's "application default"). Raises CloudUnavailable that says what to do."""
     try:
         auth = importlib.import_module("google.auth")
         transport = importlib.import_module("google.auth.transport.requests")
@@ -115,7 +115,8 @@ def login() -> dict[str, str]:
 
 
 def _parts(skus: Iterable[Mapping[str, Any]]) -> list[_SkuPart]:
-    """Those that may be a part of a plain spot machine. What is not understood is passed over."""
+    """Return the products that may be a part of a plain spot machine. Malformed products are
+    skipped."""
     found = []
     for sku in skus:
         try:
@@ -168,7 +169,8 @@ def _sum(machine: GcpMachine, parts: Sequence[_SkuPart]) -> tuple[float, float] 
 
 
 def _is(part: _SkuPart, group: str, word: str, family: str) -> bool:
-    """Cores or memory of a family; those of N1 are in a group of their own."""
+    """Return whether a part is the cores or the memory of a family. Those of N1 have their own
+    group, so there the description decides."""
     if family.lower() not in part.words.lower():
         return False
     return part.group == group or (part.group == "N1Standard" and word in part.words)

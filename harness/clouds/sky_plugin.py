@@ -1,10 +1,10 @@
-"""A plugin of SkyPilot's API server: the recovery strategy ELASTIC, for people who use plain `sky
-jobs launch`.
+"""A plugin of SkyPilot's API server: the recovery strategy ELASTIC, for users of plain `sky jobs
+launch`.
 
-SkyPilot's own strategies ask for as many nodes as before, again and again. ELASTIC takes what there
-is: after a loss it tries all nodes everywhere but in the region that has just failed, then there,
-then one fewer, down to `min_nodes`; and it grows back to the full number at the next recovery. The
-training itself goes on on any number of nodes (that is what the rest of this package is for).
+SkyPilot's own strategies keep requesting as many nodes as before. ELASTIC takes what is available:
+after a loss it tries all nodes everywhere but in the region that has just failed, then in that
+region, then one node fewer, down to `min_nodes`; it tries the full number again at the next
+recovery. The rest of this package lets the training go on with any number of nodes.
 
     ~/.sky/plugins.yaml                              resources of the task
     plugins:                                         job_recovery:
@@ -12,8 +12,9 @@ training itself goes on on any number of nodes (that is what the rest of this pa
                                                        min_nodes: 1
                                                        recover_on_exit_codes: [33, 37]
 
-The package must be importable where the API server and its job controllers run. Knows SkyPilot 0.14
-and nothing of runs; the order of tries (`ladder`) is a function of its own and needs no SkyPilot.
+The package must be importable where the API server and its job controllers run. It knows SkyPilot
+0.14 and nothing of runs; the order of tries (`ladder`) is a separate function that needs no
+SkyPilot.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 NAME = "ELASTIC"
-ROUND_PAUSE_S = 30.0  # between two rounds in which nothing was to be had
-# of one rung that did not fail for lack of capacity: a worker of the API server may die for reasons
-# of its own
+ROUND_PAUSE_S = 30.0  # pause after a round of tries that all failed
+# tries of one rung that fails for another reason than no capacity: a worker of the API server may
+# die for unrelated reasons
 SPURIOUS_TRIES = 2
 
 
 def ladder(full: int, least: int, failed_here: bool) -> Iterator[tuple[int, str]]:
-    """(nodes, where) in the order in which they are tried; where: "elsewhere" than the region
-    that failed, "there" again, "anywhere"."""
+    """Yield (nodes, where) in the order in which they are tried. `where` is "elsewhere" (all but
+    the region that failed), "there" (only that region), or "anywhere" (if no region is known to
+    have failed)."""
     for nodes in range(full, max(1, least) - 1, -1):
         yield from (
             [(nodes, "elsewhere"), (nodes, "there")] if failed_here else [(nodes, "anywhere")]
@@ -40,19 +42,20 @@ def ladder(full: int, least: int, failed_here: bool) -> Iterator[tuple[int, str]
 
 
 def base_class() -> Any:
-    """SkyPilot's base of strategies with what ELASTIC adds. SkyPilot is imported here, in its
-    own server only."""
+    """Return the strategy class, derived from SkyPilot's base of strategies. SkyPilot is imported
+    here, only in its own server."""
     strategies: Any = importlib.import_module("sky.jobs.recovery_strategy")
     states: Any = importlib.import_module("sky.global_user_state")
     errors: Any = importlib.import_module("sky.exceptions")
 
     class Elastic(strategies.StrategyExecutor):  # type: ignore[misc]
-        """Relaunch with as many nodes as there are, away from the place that failed."""
+        """A strategy that relaunches with as many nodes as there are, away from the region that
+        failed."""
 
         min_nodes = 1
         pause_s = ROUND_PAUSE_S
         suitable = staticmethod(suitable)
-        full_house = False  # the last launch failed for lack of capacity
+        full_house = False  # whether the last launch failed for lack of capacity
 
         def set_strategy_config(self, config: dict[str, Any]) -> None:
             self.min_nodes = int(config.pop("min_nodes", 1))
@@ -61,7 +64,7 @@ def base_class() -> Any:
             super().set_strategy_config(config)
 
         async def on_resume(self, cluster_name: str) -> None:
-            """A controller that was restarted finds its cluster launched."""
+            """Read where the cluster runs: a restarted controller finds it launched."""
             await self._remember()
 
         async def _launch(self, *args: Any, **kwargs: Any) -> float | None:
@@ -75,7 +78,7 @@ def base_class() -> Any:
             self.last = handle.launched_resources if handle is not None else None
 
         async def _await_launch_request(self, *args: Any, **kwargs: Any) -> Any:
-            """SkyPilot swallows why a launch failed; here it passes by."""
+            """Note a lack of capacity, the reason that SkyPilot's own code discards."""
             try:
                 return await super()._await_launch_request(*args, **kwargs)
             except errors.ResourcesUnavailableError:
@@ -107,8 +110,8 @@ def base_class() -> Any:
                 await asyncio.sleep(self.pause_s)
 
         async def _try(self) -> float | None:
-            """One launch. An error that is not about capacity is a reason to try once more, not
-            to lose the job."""
+            """Launch once. Return the submission time, or `None` if it failed. An error that is not
+            about capacity is a reason to retry, not to lose the job."""
             self.full_house = False
             try:
                 found: float | None = await self._launch(
@@ -118,7 +121,7 @@ def base_class() -> Any:
             except (asyncio.CancelledError, KeyboardInterrupt):
                 raise
             except Exception as e:
-                # SkyPilot's own pools, sockets and sub-processes fail in many ways
+                # SkyPilot's pools, sockets and subprocesses fail in many ways
                 strategies.logger.info(f"{NAME}: {type(e).__name__}: {e}")
                 await asyncio.to_thread(self._cleanup_cluster)
                 return None
@@ -127,9 +130,9 @@ def base_class() -> Any:
 
 
 def suitable(task: Any, failed: Any, where: str) -> set[Any]:
-    """Every place that suits the task: in the region that failed ("there"), or in all others.
-    (`Task.blocked_resources`, which SkyPilot's own strategies set, does not travel to the API
-    server in 0.14, so places are named one by one.)"""
+    """Return all resources that suit the task: in the region that failed ("there"), or in all
+    other regions. (`Task.blocked_resources`, which SkyPilot's own strategies set, is not sent to
+    the API server in 0.14, so places are named one by one.)"""
     optimizer: Any = importlib.import_module("sky.optimizer")
     launchable, *_ = optimizer._fill_in_launchable_resources(task, None, quiet=True)
     found = {r for choices in launchable.values() for r in choices}
@@ -141,7 +144,7 @@ def suitable(task: Any, failed: Any, where: str) -> set[Any]:
 
 
 def register() -> None:
-    """Make the strategy and its field known; once per process."""
+    """Register the strategy and its field `min_nodes` with SkyPilot. Idempotent."""
     registry: Any = importlib.import_module("sky.utils.registry")
     schemas: Any = importlib.import_module("sky.utils.schemas")
     schemas.register_job_recovery_property("min_nodes", {"type": "integer", "minimum": 1})
@@ -153,9 +156,9 @@ def _plugin() -> Any:
     plugins: Any = importlib.import_module("sky.server.plugins")
 
     class ElasticPlugin(plugins.BasePlugin):  # type: ignore[misc]
-        """`parameters` of plugins.yaml: network_probe, a URL that job controllers ask whether there
-        is a network (default: SkyPilot's public ones, which a closed network does not reach; a job
-        would then never be recovered)."""
+        """The plugin that plugins.yaml names. Its one parameter, `network_probe`, is a URL that job
+        controllers use to check for a network. The default is SkyPilot's public ones, which are
+        out of reach of a closed network; a job would then never be recovered."""
 
         def __init__(self, network_probe: str = ""):
             self.network_probe = network_probe
@@ -171,7 +174,7 @@ def _plugin() -> Any:
 
 
 def __getattr__(name: str) -> Mapping[str, Any]:
-    """`ElasticPlugin` is made when SkyPilot's server asks for it, so that importing this module
+    """Create `ElasticPlugin` when SkyPilot's server asks for it, so that importing this module
     needs no SkyPilot."""
     if name == "ElasticPlugin":
         found = globals()[name] = _plugin()

@@ -1,1 +1,1 @@
-"""The recovery loop, and what it decides by."""
+"""The controller: the recovery loop, and the policies and knowledge that it decides by."""

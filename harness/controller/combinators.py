@@ -1,7 +1,7 @@
-"""Wrappers: policies made of other policies, `within_budget(cheapest, usd=200)`.
+"""Wrappers that make policies of other policies, such as `within_budget(cheapest, usd=200)`.
 
-Pure: what a wrapper returns is a policy, which knows its view and nothing else. All raise BadInput
-for options that cannot work. docs/POLICIES.md says when to use which.
+Pure: a wrapper returns a policy, which knows its view and nothing else. All raise BadInput for
+options that cannot work. docs/POLICIES.md says when to use which.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from harness.controller.choosing import LOOK_AGAIN_S, open_offers
-from harness.controller.value import staying
+from harness.controller.offer_value import Worth, staying
 from harness.core.world import (
+    LOOK_AGAIN_S,
     BadInput,
     Decision,
     Launch,
@@ -27,6 +27,7 @@ from harness.core.world import (
     Terminate,
     View,
     Wait,
+    open_offers,
 )
 
 
@@ -34,8 +35,9 @@ from harness.core.world import (
 def at_most(
     policy: Policy, *, usd_per_h: float = math.inf, usd_per_gpu_h: float = math.inf
 ) -> Policy:
-    """Only offers whose node costs no more than `usd_per_h`, and no more than `usd_per_gpu_h` for
-    each of its GPUs. A node that is there stays, whatever its price becomes."""
+    """Return `policy` limited to offers whose node costs at most `usd_per_h`, and at most
+    `usd_per_gpu_h` for each of its GPUs. Nodes that are there stay, whatever their price becomes.
+    """
     for name, usd in (("usd_per_h", usd_per_h), ("usd_per_gpu_h", usd_per_gpu_h)):
         if not usd > 0:
             raise BadInput(f"at_most: wanted {name} above 0, found {usd:g}")
@@ -49,8 +51,8 @@ def at_most(
 
 
 def avoid(policy: Policy, *what: str) -> Policy:
-    """No offers whose name, place or accelerator is one of these: "aws", "aws/us-east-1" (and all
-    that is in it), "*/p4d.*", "T4". A node that is there stays."""
+    """Return `policy` without the offers whose name, place or accelerator matches one of these:
+    "aws", "aws/us-east-1" (and everything in it), "*/p4d.*", "T4". Nodes that are there stay."""
     if not what or not all(isinstance(each, str) and each for each in what):
         raise BadInput(f"avoid: wanted names of places, offers or accelerators, found {what!r}")
     patterns = (p for each in what for p in (each, each.rstrip("/") + "/*"))
@@ -64,7 +66,7 @@ def avoid(policy: Policy, *what: str) -> Policy:
 
 
 def _only(policy: Policy, keep: Callable[[Offer], bool], why_none: str) -> Policy:
-    """`policy`, which sees no other offers than those."""
+    """Return `policy` with a view that has only the offers that `keep` accepts."""
 
     def decide(view: View) -> Decision:
         offers = tuple(offer for offer in view.offers if keep(offer))
@@ -78,17 +80,17 @@ def _only(policy: Policy, keep: Callable[[Offer], bool], why_none: str) -> Polic
 
 
 def zone_of(offer: Offer) -> str:
-    """Where it fails together with others: "aws/us-east-1/use1-az1" of
-    "aws/us-east-1/use1-az1/p5.48xlarge"; its place where no zone is named."""
+    """Return the zone whose nodes tend to fail together: "aws/us-east-1/use1-az1" of
+    "aws/us-east-1/use1-az1/p5.48xlarge"; the offer's place if no zone is named."""
     head = offer.name.rpartition("/")[0]
     inside = offer.place and head.startswith(offer.place + "/")
     return head if inside else offer.place or offer.name
 
 
 def spread(policy: Policy, *, zones: float = 2) -> Policy:
-    """No zone has more than its share of `max_nodes` in so many zones: who loses one goes on in the
-    others. Fewer nodes than `max_nodes` rather than too many in one zone; but `min_nodes` wherever
-    they can be had."""
+    """Return `policy` spread over `zones` zones, none with more than its share of `max_nodes`, so
+    that a run that loses one goes on in the others. A run prefers fewer than `max_nodes` nodes to
+    too many in one zone, but takes `min_nodes` wherever there is capacity."""
     wanted = _whole("spread", "zones", zones, least=2)
 
     def decide(view: View) -> Decision:
@@ -109,9 +111,9 @@ def spread(policy: Policy, *, zones: float = 2) -> Policy:
 
 # ---- how many nodes, and until when --------------------------------------------------------------
 def warm_spare(policy: Policy, *, n: float = 1) -> Policy:
-    """`n` of `max_nodes` are spares: nodes besides those that `policy` wants, in other zones if it
-    can be. They train with the others where shares allow it; a world that may have certain sizes
-    only lets them wait, and takes them in the moment that it loses one."""
+    """Return `policy` with `n` of `max_nodes` as spares: nodes besides those that `policy` wants,
+    in other zones if possible. They train with the others if the shares allow it; a world that is
+    limited to certain sizes lets them wait, and takes one in as soon as it loses a node."""
     wanted = _whole("warm_spare", "n", n, least=1)
 
     def decide(view: View) -> Decision:
@@ -132,17 +134,18 @@ def warm_spare(policy: Policy, *, n: float = 1) -> Policy:
 
 
 def _whole(who: str, name: str, value: float, least: int) -> int:
-    """Options of a command line are floats. Raises BadInput."""
+    """Return the option `value` as an int, since options of a command line are floats. Raises
+    BadInput unless it is a whole number of at least `least`."""
     if not isinstance(value, (int, float)) or value != int(value) or value < least:
         raise BadInput(f"{who}: wanted {name}={least} or more, a whole number; found {value!r}")
     return int(value)
 
 
 def replacing(policy: Policy, *, settle_s: float = 60.0, grace_s: float = 300.0) -> Policy:
-    """Have another node beside each one that may not stay, and release that one when the other has
-    been up for `settle_s`; likewise what a node was launched instead of (`Launch.instead_of`).
-    Applied by the recovery loop to every policy; what is released has `grace_s` to snapshot and
-    leave."""
+    """Return `policy` wrapped so that each node that may not stay gets a replacement, and is
+    released when that has been up for `settle_s`; so is the node that another was launched instead
+    of (`Launch.instead_of`). The recovery loop applies it to every policy. A released node has
+    `grace_s` to snapshot and leave."""
 
     def decide(view: View) -> Decision:
         sure: Sequence[Node] = view.alive
@@ -159,7 +162,7 @@ def replacing(policy: Policy, *, settle_s: float = 60.0, grace_s: float = 300.0)
         if len(view.alive) > most:
             there = Counter(node.offer.place for node in view.alive)
             crowded = [node for node in sure if there[node.offer.place] > most]
-        if crowded:  # what was doubted stays after all
+        if crowded:  # a node that was doubted stays after all
             newest = max(crowded, key=lambda node: (node.up_s is None, node.attempt))
             return Terminate(
                 newest.attempt, "it is not needed any more", 0.0 if newest.up_s is None else grace_s
@@ -172,9 +175,9 @@ def replacing(policy: Policy, *, settle_s: float = 60.0, grace_s: float = 300.0)
 
 
 def reserve_usd(view: View) -> float:
-    """What the nodes that are there will cost yet, if all are asked to leave now: drain and
-    termination, and the launch of those that are not up (SkyPilot bills it, and tells when it is
-    over), which may take longer than any before it."""
+    """Return what the present nodes will still cost, in USD, if all are asked to leave now: drain
+    and termination, and the launch of those that are not up (SkyPilot bills it, and reports its end
+    only), which may take longer than any before it."""
 
     def yet_s(node: Node) -> float:
         launch_s, leave_s = view.times_of(node.offer)
@@ -186,17 +189,17 @@ def reserve_usd(view: View) -> float:
 
 
 def without_nodes(view: View, offers: Iterable[Offer]) -> View:
-    """The view of somebody who has no nodes yet, to be asked which of these offers to take. What
-    the nodes that are there will cost yet counts as spent."""
+    """Return the view as if there were no nodes, to ask a policy which of `offers` it would take.
+    The cost that present nodes will still cause counts as spent."""
     spent_usd = view.spent_usd + reserve_usd(view)
     nothing: dict[str, Any] = {"alive": (), "unsure": (), "doubted": (), "standing_in": {}}
     return dataclasses.replace(view, **nothing, offers=tuple(offers), spent_usd=spent_usd)
 
 
 def within_budget(policy: Policy, *, usd: float) -> Policy:
-    """Stop just before `usd` are spent: what it costs to have all nodes gone is kept back
-    (`reserve_usd`). Nothing is started that could not work for at least as long as it takes to
-    leave. `policy` is told (`View.known.budget_usd`)."""
+    """Return `policy` wrapped to stop just before `usd` are spent: the cost of ending all nodes is
+    reserved (`reserve_usd`). No node is launched that could not work for at least as long as it
+    takes to leave. `policy` sees the budget as `View.known.budget_usd`."""
 
     def decide(view: View) -> Decision:
         bound = view.spent_usd + reserve_usd(view)
@@ -222,7 +225,7 @@ def within_budget(policy: Policy, *, usd: float) -> Policy:
 
 
 def within_hours(policy: Policy, *, hours: float) -> Policy:
-    """Stop `hours` after this launch of the run began."""
+    """Return `policy` wrapped to stop `hours` after this launch of the run began."""
 
     def decide(view: View) -> Decision:
         if view.now_s - view.started_s >= hours * 3600:
@@ -230,3 +233,117 @@ def within_hours(policy: Policy, *, hours: float) -> Policy:
         return policy(view)
 
     return decide
+
+
+# A wrapper that keeps all nodes of a run in one place, and moves them together to another.
+
+
+def together(
+    policy: Policy,
+    *,
+    move_after_s: float = 300.0,
+    saving: float = 0.15,
+    stay_s: float = 1800.0,
+    settle_s: float = 60.0,
+    grace_s: float = 300.0,
+) -> Policy:
+    """Return `policy` wrapped so that all nodes are in one place, where they reach each other: the
+    place of the oldest node. The run leaves it when no node is left there; or when fewer than
+    `min_nodes` are up there, it is full, and nothing was committed for `move_after_s`.
+
+    The run also leaves it for a place that `policy` would take, where work is cheaper by at least
+    the share `saving` (0: never), but not before all nodes have been up for `stay_s`. Then a world
+    of the same size is made ready there first; when it has been up for `settle_s`, the nodes here
+    have `grace_s` to snapshot and leave. Both are paid for meanwhile: minutes, which the saving
+    earns back in about `stay_s`.
+    """
+
+    return _Together(policy, move_after_s, saving, stay_s, settle_s, grace_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Together:
+    """The policy that `together` returns and describes."""
+
+    policy: Policy
+    move_after_s: float
+    saving: float
+    stay_s: float
+    settle_s: float
+    grace_s: float
+
+    def __call__(self, view: View) -> Decision:
+        if not view.alive:
+            return self.policy(view)
+        home = min(view.alive, key=lambda n: (n.up_s is None, n.attempt)).offer.place
+        nodes, away = _split(view.alive, home)
+        if away:
+            return self._moving(view, nodes, away)
+        here = tuple(o for o in view.offers if o.place == home)
+        if self._stuck(view, here):
+            return Terminate(
+                view.alive[-1].attempt, "too few nodes can be had here: the whole run moves"
+            )
+        if (cheaper := self._cheaper(view, home, nodes)) is not None:
+            return Launch(cheaper, "the whole run will be cheaper there")
+        return self.policy(dataclasses.replace(view, offers=here))
+
+    def _stuck(self, view: View, here: tuple[Offer, ...]) -> bool:
+        """Return whether too few nodes are up, this place is full, another is not, and nothing was
+        committed for `move_after_s`."""
+        up = sum(node.up_s is not None for node in view.alive)
+        stuck_s = view.now_s - max(
+            view.last_progress_s, view.started_s, *(node.asked_s for node in view.alive)
+        )
+        return (
+            up < view.min_nodes
+            and stuck_s >= self.move_after_s
+            and not open_offers(view, here)
+            and bool(open_offers(view))
+        )
+
+    def _cheaper(self, view: View, home: str, nodes: list[Node]) -> Offer | None:
+        """Return the offer that the policy would take in another place where work is cheaper by
+        enough; None if there is none, or it is too early to move."""
+        if (
+            self.saving <= 0
+            or view.doubted
+            or any(n.up_s is None or view.now_s - n.up_s < self.stay_s for n in nodes)
+        ):
+            return None
+        worth = Worth(view)
+        at_most = (1 - self.saving) * worth.cost(*(n.offer for n in nodes))
+        better = tuple(o for o in view.offers if o.place != home and worth.cost(o) <= at_most)
+        wanted = self.policy(without_nodes(view, open_offers(view, better)))
+        return wanted.offer if isinstance(wanted, Launch) else None
+
+    def _moving(self, view: View, nodes: list[Node], away: list[Node]) -> Decision:
+        """Decide while some nodes (`away`) are in another place than the world that trains."""
+        there, odd = _split(away, min(away, key=lambda n: (n.up_s is None, n.attempt)).offer.place)
+        worth = Worth(view)
+        here_costs, there_costs = (worth.cost(*(n.offer for n in some)) for some in (nodes, there))
+        if odd or self.saving <= 0 or there_costs >= here_costs:
+            return Terminate((odd or away)[-1].attempt, "the others cannot reach it")
+        settled = sum(n.been_up_s(view.now_s) >= self.settle_s for n in there)
+        if settled >= len(nodes):
+            first, *rest = (n.attempt for n in nodes)
+            return Terminate(first, "the whole run is cheaper elsewhere", self.grace_s, tuple(rest))
+        if len(there) < len(nodes):
+            room = tuple(
+                o
+                for o in view.offers
+                if o.place == there[0].offer.place and worth.cost(o) < here_costs
+            )
+            if offers := open_offers(view, room):
+                return Launch(min(offers, key=worth.cost), "the whole run will be cheaper there")
+            if all(n.up_s is not None for n in there):
+                return Terminate(there[-1].attempt, "there is no room for the whole run")
+        return Wait(LOOK_AGAIN_S, "a cheaper place is made ready")
+
+
+def _split(nodes: Iterable[Node], place: str) -> tuple[list[Node], list[Node]]:
+    """Split nodes into (those in `place`, the others)."""
+    found = list(nodes)
+    return [n for n in found if n.offer.place == place], [
+        n for n in found if n.offer.place != place
+    ]

@@ -1,4 +1,4 @@
-"""What a run has learned, for policies that forecast (`View.known`).
+"""The knowledge that a run has gathered, for policies that forecast (`View.known`).
 
 Pure.
 """
@@ -7,50 +7,52 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from harness.bucket.journal import Follower
-from harness.controller.book import Book
-from harness.controller.learned import LEAST_STEPS, LearnedRun, median, paces, typical
-from harness.core import prices
+from harness.controller.forecast.price_process import PricePath, PriceSwing, lowest_path, swing_of
+from harness.core.estimates import CapacitySeen, Estimates
 from harness.core.facts import Fact, PricesSeen
-from harness.core.known import CapacitySeen, Knowledge
-from harness.core.losses import cost_s
-from harness.core.world import Offer
-from harness.market.wandering import PricePath
+from harness.core.loss_rates import cost_s
+from harness.core.world import Node, Offer, View, grid, usd_per_work
+from harness.ledger import bill
+from harness.ledger.attempts import AttemptHistory
+from harness.ledger.world_speed import LEAST_STEPS, RunTimings, median_or, paces, typical
 from storage.errors import StoreError
-from storage.objects import ObjectStore
+from storage.stores.objects import ObjectStore
 
-LOOK_S = 15.0  # so often the bucket is read for what is new
-MOST_SEGMENTS = 256  # of facts, that one look reads
-SEE_S = 10.0  # so often prices are looked at
-TELL_S = 600.0  # so often prices that have changed are written down
-CHANGED = 0.01  # a smaller share is no change of a price
-# of the history of prices: the offers that were cheapest when seen first, and changes of each
+LOOK_S = 15.0  # between two reads of new facts from the bucket
+MOST_SEGMENTS = 256  # segments of facts per read
+SEE_S = 10.0  # between two looks at prices
+TELL_S = 600.0  # between two records of changed prices
+CHANGED = 0.01  # a smaller relative change of a price is ignored
+# limits of the history of prices: offers (the cheapest when first seen), and changes of each
 MOST_OFFERS, MOST_CHANGES = 512, 128
 
 
-class Learner(Protocol):
-    """Tells what forecasts need (`View.known`); asked in every round, so it must be quick, and it
-    never fails: what it cannot find out now it tells later. `offers`: as they are now."""
+class Estimator(Protocol):
+    """A source of the knowledge that forecasts need (`View.known`). It is called in every round, so
+    it must be quick, and it never fails: what it cannot find out now, it adds later. `offers`: the
+    current ones."""
 
-    def known(self, now_s: float, book: Book, offers: Sequence[Offer]) -> Knowledge: ...
+    def known(self, now_s: float, book: AttemptHistory, offers: Sequence[Offer]) -> Estimates: ...
 
 
-class KnowsNothing:
-    """For policies that look at nothing but what is offered."""
+class NoEstimates:
+    """A learner for policies that only look at offers."""
 
-    def known(self, now_s: float, book: Book, offers: Sequence[Offer]) -> Knowledge:
-        return Knowledge(capacity=book.capacity)
+    def known(self, now_s: float, book: AttemptHistory, offers: Sequence[Offer]) -> Estimates:
+        return Estimates(capacity=book.capacity)
 
 
 @dataclass(frozen=True)
 class RunGoals:
-    """What the user says of a run. `deadline_s`: wall clock. `work_s`: that all of it takes,
-    undisturbed, on `nodes` nodes of the fastest offer; 0: to be measured. `changeover_s`: assumed
-    until one was seen. `look_s`: from one decision to the next."""
+    """The user's statements about a run. `deadline_s`: wall clock; None: no deadline. `work_s`:
+    seconds that all work takes, undisturbed, on `nodes` nodes of the fastest offer; 0: to be
+    measured. `changeover_s`: assumed until one was seen. `look_s`: between two decisions."""
 
     deadline_s: float | None = None
     work_s: float = 0.0
@@ -59,13 +61,12 @@ class RunGoals:
     look_s: float = 10.0
 
 
-class RunLearner:
-    """Learns from the facts that all seats of a run write to its bucket, and from the offers that
-    the loop sees. A bucket that does not answer is asked again later; until then it knows what it
-    knew.
+class RunEstimator:
+    """A learner that reads the facts that all seats of a run write to its bucket, and the offers
+    that the loop sees. If the bucket does not answer, it keeps its knowledge and retries later.
 
-    `record` takes facts, to keep the history of prices. `prior`, `prices`: of offers, what was
-    known of their capacity and their prices before this run began.
+    `record` takes facts, to keep the history of prices. `prior`, `prices`: capacity and prices of
+    offers that were known before this run began, by name.
     """
 
     def __init__(
@@ -78,16 +79,16 @@ class RunLearner:
     ):
         self._store, self._wanted = store, wanted
         self._follower = Follower(store, most=MOST_SEGMENTS)
-        self._learned = LearnedRun()
+        self._learned = RunTimings()
         self._prices = PriceBook(record, prices)
         self._prior = dict(prior or {})
-        self._known, self._said_work = Knowledge(), 0.0
+        self._known, self._said_work = Estimates(), 0.0
         self._due_s = float("-inf")
-        # attempts that had ended, and are up, when losses were looked at, and what was found
+        # (ended attempts, nodes up, looks) when losses were computed last, and the result
         self._losses: tuple[tuple[int, int, int], dict[str, CapacitySeen]] | None = None
         self._looks = 0
 
-    def known(self, now_s: float, book: Book, offers: Sequence[Offer]) -> Knowledge:
+    def known(self, now_s: float, book: AttemptHistory, offers: Sequence[Offer]) -> Estimates:
         if now_s >= self._due_s:
             self._due_s = now_s + LOOK_S
             with contextlib.suppress(StoreError):
@@ -102,7 +103,7 @@ class RunLearner:
         )
 
     def _look(self) -> None:
-        """Raises StoreError; what was read until then is there the next time."""
+        """Read new facts. Raises StoreError; facts that were read until then are kept."""
         for stamped in self._follower.poll():
             if isinstance(stamped.fact, PricesSeen):
                 self._prices.told(stamped.t, stamped.fact)
@@ -110,8 +111,8 @@ class RunLearner:
                 self._learned.add(stamped.t, stamped.fact)
         self._looks += 1
 
-    def _digest(self, book: Book, offers: Sequence[Offer]) -> Knowledge:
-        """All that changes with facts only."""
+    def _digest(self, book: AttemptHistory, offers: Sequence[Offer]) -> Estimates:
+        """Return the knowledge that changes only with facts."""
         learned, wanted = self._learned, self._wanted
         asked_s = {n: e.asked_s for n, e in book.ended.items()}
         asked_s |= {n: node.asked_s for n, node in book.open.items()}
@@ -122,17 +123,17 @@ class RunLearner:
         session, timings = learned.session, learned.timings(book.offers)
         batch = (session.global_batch, session.micro_batch) if session else (0, 0)
         snapshot = learned.snapshot[1] if learned.snapshot else None
-        interval_s = (snapshot.interval_s if snapshot else 0.0) or median(learned.gaps_s, 0.0)
+        interval_s = (snapshot.interval_s if snapshot else 0.0) or median_or(learned.gaps_s, 0.0)
         nbytes, places = snapshot.nbytes if snapshot else 0, _places(book)
-        commit_s = median(learned.commits_s, 0.0)
+        commit_s = median_or(learned.commits_s, 0.0)
         derived = snapshot is not None and snapshot.between_losses_s > 0
-        known = Knowledge(
+        known = Estimates(
             total_steps=session.total_steps if session else 0,
             work=self._said_work,
             micro_batches=batch[0] // batch[1] if batch[1] else 0,
             replica_ranks=session.world // len(session.shares) if session and session.shares else 1,
             paces=paces(timings),
-            changeover_s=median(learned.changeovers_s, wanted.changeover_s),
+            changeover_s=median_or(learned.changeovers_s, wanted.changeover_s),
             look_s=wanted.look_s,
             lost_s=interval_s / 2 + commit_s,
             snapshot_cost_s=cost_s(snapshot.stall_s, snapshot.slowdown, commit_s)
@@ -140,20 +141,20 @@ class RunLearner:
             else 0.0,
             commit_s=commit_s,
             snapshot_bytes=nbytes,
-            home=prices.beside(self._store.url, places),
-            move_usd=prices.leave_usd(
+            home=bill.beside(self._store.url, places),
+            move_usd=bill.leave_usd(
                 self._store.url, places, {offer.place for offer in offers}, nbytes
             ),
             deadline_s=wanted.deadline_s,
         )
-        for kind, found in reversed(timings.items()):  # the newest that says enough
+        for kind, found in reversed(timings.items()):  # the newest with enough steps
             if known.total_steps and sum(t.steps for t in found) >= LEAST_STEPS:
                 of_step = typical(found) * kind.speed * known.efficiency(kind.workers)
                 return dataclasses.replace(known, work=known.total_steps * of_step)
         return known
 
-    def _capacity(self, book: Book) -> Mapping[str, CapacitySeen]:
-        """With what notices tell, and what was known before."""
+    def _capacity(self, book: AttemptHistory) -> Mapping[str, CapacitySeen]:
+        """Return the capacity by offer, including preemption notices and prior knowledge."""
         up = sum(node.up_s is not None for node in book.open.values())
         state = (len(book.ended), up, self._looks)
         if self._losses is None or self._losses[0] != state:
@@ -166,9 +167,9 @@ class RunLearner:
 
 
 class PriceBook:
-    """Prices of offers as they were seen to change. `known`: by offer, (when, USD per hour), the
-    oldest first; replaced, never changed. `record`: takes a fact of what has changed; `before`:
-    what was known of them at the beginning."""
+    """The history of prices of offers. `known`: by offer, (time, USD per hour) of each change, the
+    oldest first; replaced, never mutated. `record`: takes a fact of changed prices; `before`:
+    prices that were known at the beginning."""
 
     def __init__(
         self,
@@ -177,11 +178,11 @@ class PriceBook:
     ):
         self.known = {name: path[-MOST_CHANGES:] for name, path in (before or {}).items()}
         self._record = record
-        self._told: dict[str, float] = {}  # USD per hour, as it was written down
+        self._told: dict[str, float] = {}  # USD per hour, as recorded last
         self._seen_s = self._told_s = float("-inf")
 
     def told(self, t: float, fact: PricesSeen) -> None:
-        """By this controller or one before it."""
+        """Add prices that this controller or one before it has recorded."""
         self._told |= fact.usd_per_h
         self._add(t, fact.usd_per_h)
 
@@ -218,8 +219,90 @@ def _differs(before: float | None, usd: float) -> bool:
     return before is None or abs(usd - before) > CHANGED * max(abs(before), abs(usd))
 
 
-def _places(book: Book) -> list[str]:
-    """Where nodes came up, in order."""
+def _places(book: AttemptHistory) -> list[str]:
+    """Return the places where nodes came up, in order."""
     up = [n for n, node in book.open.items() if node.up_s is not None]
     up += [n for n, ended in book.ended.items() if ended.up_s is not None]
     return list(dict.fromkeys(book.offers[n].place for n in sorted(up) if n in book.offers))
+
+
+# Prices of work on spot as a run has seen them: now, on average over the next hours, and how they
+# wander. Waits for a lower price, of one node or of a fleet, are decided by them.
+
+CHEAPER_LATER = "spot will be cheaper in time: waiting costs less"
+# releasing nodes and beginning again later must save at least the cost of this many begins on
+# demand
+WORTH_IT = 0.1
+# Tables with wandering prices are coarser, since each price level takes as long to compute as a
+# whole table without. A wait for a lower price needs so many cells of work left, and of spare time.
+COARSE, COARSE_WORK, LEAST_WORK, LEAST_SPARE = 120, 12, 2, 8
+# rounding, so that nearly equal decisions share computed tables
+PRICE_RATIO, SWING_RATIO = 1.1, 1.25
+
+
+@dataclass(frozen=True)
+class WorkPrices:
+    """Prices in USD for the work that one worker of speed 1 does in an hour. `offered`: by name,
+    the spot offers under consideration and those that nodes are on, at their current prices."""
+
+    view: View
+    offered: Mapping[str, Offer]
+
+    @classmethod
+    def of(cls, view: View, spot: Sequence[Offer], nodes: Sequence[Node]) -> WorkPrices:
+        found = {offer.name: offer for offer in spot}
+        for held in {node.offer.name for node in nodes} - {*found}:
+            found |= {offer.name: offer for offer in view.offers if offer.name == held}
+        return cls(view, found)
+
+    def now(self, offer: Offer) -> float:
+        """Return the current price; for the offer of a node, the price at which it is offered."""
+        return usd_per_work(self.offered.get(offer.name, offer))
+
+    def over(self, offer: Offer, usd: float, hours: float) -> float:
+        """Return the average price there over the next `hours`, if it is `usd` now."""
+        path = self._path(offer)
+        return swing_of(path, self._until_h).over(usd, hours) if len(path) > 1 else usd
+
+    def swing(self, among: Iterable[Offer]) -> PriceSwing | None:
+        """Return how the price of the cheapest of `among` wanders; None if no change was seen."""
+        names = {offer.name: offer for offer in among}
+        found = tuple(path for offer in names.values() if (path := self._path(offer)))
+        if not any(len(path) > 1 for path in found):
+            return None
+        swing = swing_of(lowest_path(found), self._until_h)
+        return swing if swing.swing else None
+
+    def _path(self, offer: Offer) -> PricePath:
+        """Return the prices that were seen, per hour of a worker of speed 1."""
+        path = self.view.known.prices.get(offer.name, ())
+        of_node = offer.speed * offer.workers
+        return path if of_node == 1.0 else tuple((t, usd / of_node) for t, usd in path)
+
+    @property
+    def _until_h(self) -> int:
+        return math.ceil(self.view.now_s / 3600)
+
+
+def as_share(swing: PriceSwing, dear_usd: float) -> PriceSwing:
+    """Return `swing` with prices as shares of the on-demand price of work, rounded."""
+    return PriceSwing(
+        rounded(swing.usual_usd / dear_usd, PRICE_RATIO),
+        rounded(swing.swing, SWING_RATIO),
+        rounded(swing.pull_per_h, SWING_RATIO),
+    )
+
+
+def coarse_grid(
+    view: View, work_h: float, time_h: float, spare_h: float
+) -> tuple[float, int] | None:
+    """Return the grid of a table with wandering prices (see `choosing.grid`); None if too little
+    work or spare time is left to wait for a lower price."""
+    cell_h, work_cells = grid(view, work_h, time_h, COARSE, COARSE_WORK)
+    enough = work_h >= LEAST_WORK * cell_h and spare_h >= LEAST_SPARE * cell_h
+    return (cell_h, work_cells) if enough else None
+
+
+def rounded(value: float, ratio: float) -> float:
+    """Return `value` rounded to a power of `ratio`; 0.0 unless it is positive."""
+    return round(ratio ** round(math.log(value, ratio)), 4) if value > 0 else 0.0

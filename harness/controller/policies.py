@@ -1,8 +1,7 @@
-"""Strategies: functions from what is known (`View`) to one decision. Used by `recovery.py`, once
-per round.
+"""Strategies: functions from a `View` to one decision. `recovery.py` calls one once per round.
 
-Composition is wrapping: `within_budget(cheapest, usd=200)`. A policy of your own is a function in
-your own module, named on the command line as `pkg.module:function`; options follow as
+Policies are composed by wrapping: `within_budget(cheapest, usd=200)`. A custom policy is a function
+in your own module, named on the command line as `pkg.module:function`; options follow as
 `?name=value&name=value`. Pure: a policy knows its view and nothing else, and keeps nothing between
 calls. Reasons never contain changing numbers, so that a wait is recorded once.
 """
@@ -13,43 +12,48 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from harness.controller.choosing import (
+from harness.controller.combinators import (
+    at_most,
+    avoid,
+    replacing,
+    spread,
+    together,
+    warm_spare,
+    within_budget,
+    within_hours,
+)
+from harness.controller.deadline_policy import by_deadline, deadline
+from harness.controller.offer_value import Worth
+from harness.core import user_functions
+from harness.core.user_functions import WrittenCall
+from harness.core.world import (
     LOOK_AGAIN_S,
+    BadInput,
+    Decision,
+    Launch,
+    Policy,
+    Terminate,
+    View,
+    Wait,
     every,
     fill,
     open_offers,
     until_next,
     usd_per_work,
 )
-from harness.controller.combinators import (
-    at_most,
-    avoid,
-    replacing,
-    spread,
-    warm_spare,
-    within_budget,
-    within_hours,
-)
-from harness.controller.deadline import deadline
-from harness.controller.last_call import by_deadline
-from harness.controller.together import together
-from harness.controller.value import Worth
-from harness.core import calls, dotted
-from harness.core.calls import WrittenCall
-from harness.core.world import BadInput, Decision, Launch, Policy, Terminate, View, Wait
 
 
 # ---- strategies ----------------------------------------------------------------------------------
 def cheapest(view: View) -> Decision:
-    """Keep `max_nodes` alive, each on the cheapest offer that has capacity. When steps were timed,
-    losses were seen or a move costs egress: on the one where a useful step is expected to cost
+    """Keep `max_nodes` alive, each on the cheapest offer that has capacity; once steps were timed,
+    losses were seen or a move costs egress, on the one where a useful step is expected to cost
     least."""
     return _by_worth(view, False, "cheapest offer with capacity")
 
 
 def best_value(view: View) -> Decision:
-    """Like `cheapest`, but by the price of the work done from the beginning, by what is said of the
-    speed of offers: a node with eight fast GPUs may be the cheapest."""
+    """Decide like `cheapest`, but from the beginning by the price of work, with the stated speed of
+    offers: a node with eight fast GPUs may be the cheapest."""
     return _by_worth(view, True, "the cheapest work on an offer with capacity")
 
 
@@ -68,7 +72,7 @@ def _by_worth(view: View, per_work: bool, why: str) -> Decision:
 
 
 def patient(view: View, *, premium: float = 1.25, patience_s: float = 1800.0) -> Decision:
-    """Like `cheapest`, but pay more than `premium` times the lowest price only after
+    """Decide like `cheapest`, but pay more than `premium` times the lowest price only after
     `patience_s` without progress."""
     waited_s = view.now_s - max(view.last_progress_s, view.started_s)
     if not view.offers or waited_s >= patience_s:
@@ -78,9 +82,9 @@ def patient(view: View, *, premium: float = 1.25, patience_s: float = 1800.0) ->
 
 
 def on_demand_fallback(view: View) -> Decision:
-    """Spot where there is some; on-demand only to keep `min_nodes`, and only for as long as spot
-    cannot. Coming back to spot needs room for one more node: with `min_nodes == max_nodes` an
-    on-demand node stays until it ends."""
+    """Use spot where it has capacity, and on-demand only to keep `min_nodes` while spot cannot.
+    Returning to spot needs room for one more node: with `min_nodes == max_nodes` an on-demand node
+    stays until it ends."""
     spot = [o for o in view.offers if o.spot]
     up = sum(node.up_s is not None and node.offer.spot for node in view.alive)
     on_demand = [node for node in view.alive if not node.offer.spot]
@@ -102,8 +106,8 @@ def on_demand_fallback(view: View) -> Decision:
 def uniform_progress(
     view: View, *, deadline_h: float, work_h: float, total_steps: float, changeover_s: float = 300.0
 ) -> Decision:
-    """Spot while on schedule, on-demand when behind it: meet a deadline at a low price (Can't Be
-    Late, NSDI 2024).
+    """Use spot while on schedule and on-demand when behind it, to meet a deadline at a low price
+    (Can't Be Late, NSDI 2024).
 
     `work_h`: hours the run takes on `max_nodes` nodes without interruptions; `changeover_s`: what a
     (re)launch costs.
@@ -118,7 +122,7 @@ def uniform_progress(
     ahead_s = done_s - work_s * min(
         1.0, (elapsed_s + (2 * changeover_s if bought else 0.0)) / deadline_s
     )
-    # only what is never taken away is in time now
+    # only nodes that cannot be preempted are in time now
     last_call = work_s - done_s + 2 * changeover_s >= deadline_s - elapsed_s
     if last_call and not any(node.up_s is not None for node in rented):
         return fill(view, on_demand or spot, "the deadline leaves no time for another interruption")
@@ -153,45 +157,47 @@ COMBINATORS: dict[str, Callable[..., Policy]] = {
     "within_budget": within_budget,
     "within_hours": within_hours,
 }
-# what may launch on-demand nodes, so that they must be offered
+# policies that may launch on-demand nodes, so that on-demand offers are needed
 _ON_DEMAND = {"by_deadline", "deadline", "on_demand_fallback", "uniform_progress"}
 
 
 def resolve(name: str) -> Policy:
-    """`cheapest`, `patient?premium=1.5`, `patient(premium=1.5)`, `my_pkg.policies:mine?x=3`,
-    `at_most(best_value, usd_per_h=2)` -> a policy. Raises BadInput that says what is known."""
+    """Return the policy of a name: `cheapest`, `patient?premium=1.5`, `patient(premium=1.5)`,
+    `my_pkg.policies:mine?x=3`, `at_most(best_value, usd_per_h=2)`. Raises BadInput that lists the
+    known names."""
     return _made(_call_of(name), name)
 
 
 def uses_on_demand(name: str) -> bool:
-    """May a policy of that name launch on-demand nodes? Raises BadInput if it cannot be read."""
+    """Return whether a policy of that name may launch on-demand nodes. Raises BadInput if the name
+    cannot be parsed."""
     return any(each.partition("?")[0] in _ON_DEMAND for each in _call_of(name).names())
 
 
 def _call_of(name: str) -> WrittenCall:
     plain = "(" not in name.partition("?")[0]
-    return WrittenCall(name) if plain else calls.parse("policy", name)
+    return WrittenCall(name) if plain else user_functions.parse("policy", name)
 
 
 def _made(call: WrittenCall, name: str) -> Policy:
-    """The policy that one call within `name` is."""
+    """Return the policy of one call within `name`. Raises BadInput."""
     path, _, query = call.name.partition("?")
     function: Any = COMBINATORS.get(path) or POLICIES.get(path)
     if function is None and ":" in path:
-        function = dotted.imported("policy", path)
+        function = user_functions.imported("policy", path)
     if not callable(function):
         raise BadInput(
             f"there is no policy {path!r}; known: {', '.join(POLICIES)}; around another one: "
             f"{', '.join(COMBINATORS)}; or name your own as pkg.module:function"
         )
     if not call.called and path not in COMBINATORS:
-        return dotted.with_options("policy", path, function, query, arguments=1)
-    given = {key: dotted.value_of("policy", value) for key, value in call.options.items()}
-    options = {**dotted.options_of("policy", query), **given}
+        return user_functions.with_options("policy", path, function, query, arguments=1)
+    given = {key: user_functions.value_of("policy", value) for key, value in call.options.items()}
+    options = {**user_functions.options_of("policy", query), **given}
     where, written = f"policy {name!r}", f"options are written {path}(..., name=value)"
     if path in COMBINATORS or call.arguments:
         return _wrapped(call, name, function, options, (where, path, written))
-    dotted.check_call(where, path, function, [None], options, written)
+    user_functions.check_call(where, path, function, [None], options, written)
     return functools.partial(function, **options) if options else function
 
 
@@ -202,7 +208,7 @@ def _wrapped(
     options: Mapping[str, float | str],
     said: tuple[str, str, str],
 ) -> Policy:
-    """A policy around the one that is the first argument of the call."""
+    """Return a policy that wraps the one in the first argument of the call. Raises BadInput."""
     where, path, written = said
     if path in POLICIES or not call.arguments:
         raise BadInput(
@@ -217,7 +223,7 @@ def _wrapped(
     if any(word.called for word in words):
         raise BadInput(f"{where}: {path} goes around one policy, the first; found more")
     arguments = [_made(inner, name), *(word.name for word in words)]
-    dotted.check_call(where, path, function, arguments, options, written)
+    user_functions.check_call(where, path, function, arguments, options, written)
     made = function(*arguments, **options)
     if not callable(made):
         raise BadInput(f"{where}: {path} returned {made!r}; wanted a policy, a function of a View")

@@ -1,1 +1,1 @@
-"""What every process shares: nouns, facts, records, batches, prices.  Pure."""
+"""Code that every process shares: nouns, facts, records, batches, prices. Pure."""

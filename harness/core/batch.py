@@ -1,5 +1,5 @@
-"""Which samples a step consumes, and which rank does which of them.  Every rank asks; all get the
-same answer.
+"""The samples that a step consumes, and their assignment to ranks. Every rank computes this, and
+all get the same answer.
 
 Pure: no torch, no clock, no randomness but arithmetic on the seed. The samples of step k are a
 function of (seed, k) alone, so there is no data cursor to save, and the number of ranks may change
@@ -10,7 +10,7 @@ between any two steps:
     micro-batch m of a step            takes its b positions from m * b on
     epoch, offset = divmod(p, N)       every sample exactly once per epoch
     index = permute(offset)            keyed by (seed, epoch); computed, never stored; an `order`
-                                       has a rule of its own (blocks.py, mixing.py)
+                                       has its own rule (sample_order.py)
     plan                               cuts the micro-batches 0 .. G/b - 1 into one contiguous run
                                        per replica
 
@@ -36,36 +36,35 @@ from harness.core.world import BadInput
 Int64s: TypeAlias = NDArray[np.int64]
 Uint64s: TypeAlias = NDArray[np.uint64]
 
-MAX_SAMPLES = 2**62  # the two halves of the Feistel network then fit 31 bits, and their products 62
+MAX_SAMPLES = 2**62  # so that the halves of the Feistel network fit 31 bits, their products 62
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-# 4 pass the tests for n > 1000; 8 for small n, where each round has few bits to work with
+# 4 rounds pass the tests for n > 1000; small n needs 8, since each round has few bits to work with
 _ROUNDS = 8
-# separate uses of one seed
+# keys that separate the uses of one seed
 _ORDER, _MICRO, _SAMPLE, _DIGEST = (0x6F72646572, 0x6D6963726F, 0x73616D706C65, 0x646967657374)
 
 
 class SampleOrder(Protocol):
-    """Which sample is at a position, where that is more than a permutation of each epoch. A value:
-    equal ones order alike."""
+    """A map from positions to samples that is more than a permutation of each epoch. It is a value:
+    equal objects give the same order."""
 
     def check(self, batching: Batching) -> None:
-        """Raises BadInput if it does not fit these sizes."""
+        """Raise BadInput if this order does not fit these sizes."""
 
     def indices_at(self, batching: Batching, positions: Int64s) -> Int64s:
-        """As the function `indices_at`; a function of (seed, position) alone."""
+        """Implement the function `indices_at`; the result depends on (seed, position) alone."""
 
     def in_turns(self, batching: Batching, lanes: int) -> tuple[int, ...]:
-        """As the function `in_turns`."""
+        """Implement the function `in_turns`."""
 
     def encoded(self) -> dict[str, Any]:
-        """As run.json says it (identity.py)."""
+        """Return the form that run.json stores (sample_order.py)."""
 
 
 @dataclass(frozen=True)
 class Batching:
-    """What must not change while a run lives, however many ranks it has. All sizes are in
-    samples."""
+    """The sizes that must not change during a run, however many ranks it has, in samples."""
 
     samples: int  # length of the dataset, N
     global_batch: int  # samples per step, G
@@ -119,12 +118,12 @@ class Batching:
 
 @dataclass(frozen=True)
 class Grouping:
-    """Which ranks are given the same samples, and make a replica: `ranks` of each.
+    """The grouping of ranks into replicas: the `ranks` ranks of a replica get the same samples.
 
-    They have consecutive numbers within a stage of a pipeline. `stages` of it, and `abreast`
-    replicas that share a copy of the model, lie as rows and columns: rank 5 of
-    `Grouping(ranks=4, stages=2, abreast=2)` belongs to replica 0, since the first stage of both
-    replicas comes before the second.
+    They have consecutive numbers within a pipeline stage. `stages`: pipeline stages. `abreast`:
+    replicas that share a copy of the model. Within a copy, stages are rows and replicas columns:
+    rank 5 of `Grouping(ranks=4, stages=2, abreast=2)` belongs to replica 0, since the first stage
+    of both replicas comes before the second.
     """
 
     ranks: int = 1
@@ -132,27 +131,27 @@ class Grouping:
     abreast: int = 1
 
     def replica(self, rank: int) -> int:
-        """The replica that `rank` is in."""
+        """Return the replica that `rank` is in."""
         copy, within = divmod(rank, self.ranks * self.abreast)
         return copy * self.abreast + within // (self.ranks // self.stages) % self.abreast
 
     def stage(self, rank: int) -> int:
-        """The stage that `rank` has: 0, 1, ... below `stages`."""
+        """Return the stage that `rank` has: 0, 1, ... below `stages`."""
         return rank % (self.ranks * self.abreast) // (self.ranks // self.stages * self.abreast)
 
     def leads_stage(self, rank: int) -> bool:
-        """Is it the first of its replica's ranks that have its stage?"""
+        """Return whether `rank` is the first of its replica's ranks that have its stage."""
         return rank % (self.ranks // self.stages) == 0
 
     def leads(self, rank: int) -> bool:
-        """Is it the first of its replica?"""
+        """Return whether `rank` is the first of its replica."""
         return self.leads_stage(rank) and self.stage(rank) == 0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How many micro-batches of every step each replica does; contiguous, in the order of replicas.
-    All ranks of a replica do the same ones."""
+    """The number of micro-batches that each replica does in every step; contiguous, in the order of
+    replicas. All ranks of a replica do the same ones."""
 
     shares: tuple[int, ...]
     grouping: Grouping = Grouping()
@@ -168,29 +167,29 @@ class Plan:
 
     @property
     def rounds(self) -> int:
-        """Forwards that every rank must do where a strategy's forward has collectives over
-        replicas."""
+        """Number of forwards that every rank must do where a strategy's forward has collectives
+        over replicas."""
         return max(self.shares)
 
     def replica(self, rank: int) -> int:
-        """The replica that `rank` is in."""
+        """Return the replica that `rank` is in. Raises IndexError for a rank outside the plan."""
         if not 0 <= rank < self.ranks:
             raise IndexError(f"rank {rank} of a plan for {self.ranks} ranks")
         return self.grouping.replica(rank)
 
     def micros(self, rank: int) -> range:
-        """The micro-batches of `rank`, and of all others of its replica."""
+        """Return the micro-batches of `rank`, which all ranks of its replica share."""
         replica = self.replica(rank)
         start = sum(self.shares[:replica])
         return range(start, start + self.shares[replica])
 
     def fillers(self, rank: int) -> int:
-        """Zero-weight forwards that bring `rank` to `rounds`."""
+        """Return the number of zero-weight forwards that bring `rank` up to `rounds`."""
         return self.rounds - self.shares[self.replica(rank)]
 
 
 class TooManyRanks(BadInput):
-    """A step has work for `room` ranks at most."""
+    """A step has work for at most `room` ranks."""
 
     def __init__(self, room: int, what: str):
         super().__init__(what)
@@ -203,12 +202,12 @@ def plan(
     speeds: Sequence[float] | None = None,
     grouping: Grouping = Grouping(),
 ) -> Plan:
-    """Share `micro_batches` out over the replicas that `ranks` make, at least one to each.
+    """Distribute `micro_batches` over the replicas that `ranks` ranks make, at least one to each.
 
     Without `speeds` (samples per second of each rank, any unit) shares differ by at most one,
-    larger ones first. With them the time of a step, max(share / speed), is the least possible: each
-    further micro-batch goes to the replica that would finish it first. A replica is as fast as the
-    slowest of its ranks. Ties go to the lower replica, so every rank computes the same plan. Raises
+    larger ones first. With `speeds` the time of a step, max(share / speed), is minimal: each
+    further micro-batch goes to the replica that would finish it first. A replica is as fast as its
+    slowest rank. Ties go to the lower replica, so every rank computes the same plan. Raises
     TooManyRanks, BadInput.
     """
     if ranks < 1:
@@ -239,7 +238,8 @@ def plan(
 
 
 def replicas_of(ranks: int, replica_ranks: int) -> int:
-    """How many replicas that many ranks make. Raises BadInput if some would be left over."""
+    """Return the number of replicas that `ranks` ranks make. Raises BadInput if ranks are left
+    over."""
     if replica_ranks < 1:
         raise BadInput(f"a replica has at least 1 rank, found {replica_ranks}")
     if ranks % replica_ranks:
@@ -255,7 +255,7 @@ def replicas_of(ranks: int, replica_ranks: int) -> int:
 
 def _by_speed(micro_batches: int, speeds: Sequence[float]) -> tuple[int, ...]:
     shares = [1] * len(speeds)
-    # when the replica would finish one more
+    # (time at which the replica would finish one more micro-batch, replica)
     heap = [(2 / speed, replica) for replica, speed in enumerate(speeds)]
     heapq.heapify(heap)
     for _ in range(micro_batches - len(speeds)):
@@ -266,7 +266,7 @@ def _by_speed(micro_batches: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 def positions(batching: Batching, step: int, micro: int) -> Int64s:
-    """Stream positions of one micro-batch, shape (b,)."""
+    """Return the stream positions of one micro-batch, shape (b,)."""
     if step < 1 or not 0 <= micro < batching.micro_batches:
         raise ValueError(
             f"step {step}, micro-batch {micro}: steps begin at 1, micro-batches are "
@@ -277,42 +277,44 @@ def positions(batching: Batching, step: int, micro: int) -> Int64s:
 
 
 def indices(batching: Batching, step: int, micro: int) -> Int64s:
-    """Dataset indices of one micro-batch, shape (b,)."""
+    """Return the dataset indices of one micro-batch, shape (b,)."""
     return indices_at(batching, positions(batching, step, micro))
 
 
 def indices_at(batching: Batching, positions: Int64s) -> Int64s:
-    """Dataset indices of any stream positions, same shape."""
+    """Return the dataset indices of any stream positions, same shape."""
     if batching.order is not None:
         return batching.order.indices_at(batching, np.asarray(positions, dtype=np.int64))
     epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), batching.samples)
     if not batching.shuffle:
         return offsets
     out = np.empty_like(offsets)
-    # one, or two where the micro-batch crosses the end of an epoch
+    # usually one epoch; two where the micro-batch crosses the end of one
     for epoch in np.unique(epochs).tolist():
         here = epochs == epoch
-        out[here] = permute(offsets[here], batching.samples, combined(_ORDER, batching.seed, epoch))
+        out[here] = permute(
+            offsets[here], batching.samples, mixed_bits(_ORDER, batching.seed, epoch)
+        )
     return out
 
 
 def in_turns(batching: Batching, lanes: int) -> tuple[int, ...]:
-    """Of how many samples that lie together who does so many micro-batches of each step reads some
-    of each in turns: of each source, where the order knows of several. 0: of all."""
+    """Return over how many neighbouring samples the reads of a rank that does `lanes` micro-batches
+    of each step are spread at a time; one number per source of the order. 0: over all samples."""
     if batching.order is not None:
         return batching.order.in_turns(batching, lanes)
     return (0 if batching.shuffle else lanes * batching.micro_batch,)
 
 
 def permute(offsets: ArrayLike, n: int, key: int, which: Uint64s | None = None) -> Int64s:
-    """Where a keyed pseudo-random permutation of 0..n-1 takes `offsets`; same shape, nothing of
-    size n is made. `which`: well mixed bits for each offset (`mixed`): those with others are
-    permuted in another way.
+    """Apply a keyed pseudo-random permutation of 0..n-1 to `offsets`. The result has the same
+    shape; nothing of size n is allocated. `which`: well mixed bits for each offset (`mixed`);
+    offsets with different bits are permuted by different permutations.
 
-    A Feistel network over pairs (left, right) of an a x b rectangle, a ~ b ~ sqrt(n), the smallest
-    that holds n (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Fewer than a of
-    its cells lie outside 0..n-1; who lands there walks on until inside, which keeps the map a
-    bijection.
+    It is a Feistel network over pairs (left, right) of an a x b rectangle, a ~ b ~ sqrt(n), the
+    smallest that holds n (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Fewer
+    than a of its cells lie outside 0..n-1; an offset that lands there is mapped again until it is
+    inside, which keeps the map a bijection.
     """
     x = np.asarray(offsets, dtype=np.int64)
     if not 0 < n <= MAX_SAMPLES:
@@ -321,7 +323,7 @@ def permute(offsets: ArrayLike, n: int, key: int, which: Uint64s | None = None) 
         raise ValueError(f"offsets must be in 0..{n - 1}, found {x.min()}..{x.max()}")
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
-    keys = [combined(key, r) for r in range(_ROUNDS)]
+    keys = [mixed_bits(key, r) for r in range(_ROUNDS)]
     tweak = np.zeros(1, np.uint64) if which is None else np.broadcast_to(which, x.shape).ravel()
     out = _feistel(np.atleast_1d(x).astype(np.uint64).ravel(), a, b, keys, tweak)
     while (outside := out >= n).any():
@@ -331,31 +333,32 @@ def permute(offsets: ArrayLike, n: int, key: int, which: Uint64s | None = None) 
 
 
 def sample_hash(positions: ArrayLike, indices: ArrayLike) -> Uint64s:
-    """A 64-bit hash of each (position, index), shape (n,). For one position, different indices
-    never collide (a bijection)."""
+    """Return a 64-bit hash of each (position, index), shape (n,). For one position, different
+    indices never collide (a bijection)."""
     where = _mix_array(np.asarray(positions, dtype=np.int64).astype(np.uint64) ^ np.uint64(_DIGEST))
     return _mix_array(where + np.asarray(indices, dtype=np.int64).astype(np.uint64))
 
 
 def digest(hashes: Uint64s) -> int:
-    """Sum mod 2^64: independent of order and grouping, so ranks sum their own and add up."""
+    """Return the sum mod 2^64: independent of order and grouping, so the sums of ranks add up."""
     return int(np.sum(hashes, dtype=np.uint64))
 
 
 def positions_of(batching: Batching, first: int, steps: int = 1) -> Int64s:
-    """The positions that so many steps from `first` on consume, in order."""
+    """Return the positions that `steps` steps from `first` on consume, in order."""
     size = batching.global_batch
     return np.arange((first - 1) * size, (first - 1 + steps) * size, dtype=np.int64)
 
 
 def expected_digest(batching: Batching, step: int) -> int:
-    """What the digest of `step` must be, whoever loaded its samples."""
+    """Return the digest that `step` must have, whichever ranks loaded its samples."""
     where = positions_of(batching, step)
     return digest(sample_hash(where, indices_at(batching, where)))
 
 
 def expected_digests(batching: Batching, first: int, steps: int) -> Uint64s:
-    """`expected_digest` of so many steps from `first` on, shape (steps,); a tenth of the time."""
+    """Return `expected_digest` of `steps` steps from `first` on, shape (steps,), in a tenth of the
+    time."""
     where = positions_of(batching, first, steps)
     hashes = sample_hash(where, indices_at(batching, where))
     found: Uint64s = hashes.reshape(steps, batching.global_batch).sum(axis=1, dtype=np.uint64)
@@ -363,20 +366,20 @@ def expected_digests(batching: Batching, first: int, steps: int) -> Uint64s:
 
 
 def seed_for(seed: int, step: int, micro: int) -> int:
-    """63-bit seed of the randomness inside one micro-batch (dropout...): the same on whatever
-    rank does it."""
-    return combined(_MICRO, seed, step, micro) >> 1
+    """Return a 63-bit seed for the randomness inside one micro-batch (dropout...): the same on
+    every rank."""
+    return mixed_bits(_MICRO, seed, step, micro) >> 1
 
 
 def sample_seed(seed: int, position: int) -> int:
-    """63-bit seed of the randomness of one sample (augmentation...): the same in whatever
-    process loads it."""
-    return combined(_SAMPLE, seed, position) >> 1
+    """Return a 63-bit seed for the randomness of one sample (augmentation...): the same in every
+    process."""
+    return mixed_bits(_SAMPLE, seed, position) >> 1
 
 
 def mixed(*numbers: ArrayLike) -> Uint64s:
-    """`combined` of arrays, element by element: 64 well mixed bits of several whole numbers, in
-    their order; of the shape that they have together, (1,) at least."""
+    """Return `mixed_bits` of arrays, element by element: 64 well mixed bits of several whole
+    numbers, in their order. The shape is their broadcast shape, at least (1,)."""
     out = np.zeros(1, np.uint64)
     for number in numbers:
         out = _mix_array(out ^ _mix_array(np.asarray(number).astype(np.uint64)))
@@ -384,8 +387,8 @@ def mixed(*numbers: ArrayLike) -> Uint64s:
 
 
 def _feistel(x: Uint64s, a: int, b: int, keys: Sequence[int], tweak: Uint64s) -> Uint64s:
-    """One pass over the a x b rectangle; each round adds a hash of one half to the other, so it
-    can be undone. `tweak`: changes the hashes, (1,) or of the shape of x."""
+    """Pass once over the a x b rectangle; each round adds a hash of one half to the other, so it is
+    invertible. `tweak`: changes the hashes; shape (1,) or that of x."""
     left, right = np.divmod(x, np.uint64(b))
     size, other = a, b
     for key in keys:
@@ -403,7 +406,8 @@ def _feistel(x: Uint64s, a: int, b: int, keys: Sequence[int], tweak: Uint64s) ->
 
 
 def _mix(x: int) -> int:
-    """The finalizer of splitmix64, a bijection of 64-bit numbers (Steele, Lea and Flood 2014)."""
+    """Apply the finalizer of splitmix64, a bijection of 64-bit numbers (Steele, Lea and Flood
+    2014)."""
     x = (x + _GOLDEN) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -411,15 +415,15 @@ def _mix(x: int) -> int:
 
 
 def _mix_array(x: Uint64s) -> Uint64s:
-    """`_mix` of every element."""
+    """Apply `_mix` to every element."""
     x = np.atleast_1d(x) + np.uint64(_GOLDEN)  # arrays wrap silently, numpy scalars warn
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def combined(*numbers: int) -> int:
-    """64 well mixed bits of several numbers, in their order."""
+def mixed_bits(*numbers: int) -> int:
+    """Return 64 well mixed bits of several numbers, in their order."""
     out = 0
     for number in numbers:
         out = _mix(out ^ _mix(number & _MASK))

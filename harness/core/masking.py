@@ -1,28 +1,39 @@
-"""Secrets, by their names and by their looks: what is left out of everything that a run keeps.
+"""Masking of secrets, recognised by name and by form, in everything that a run keeps.
 
-A name says most (`--api-key`, `HF_TOKEN`); keys of well-known services are known by their form
-wherever they stand. Each process learns the values of its own secrets when it starts (`learn`), so
-that an exception or a line of a log that quotes one is masked as well. What cannot be known for a
-secret is kept: put none into flags.
+Most are recognised by name (`--api-key`, `HF_TOKEN`); keys of well-known services are recognised by
+their form anywhere. Each process learns the values of its own secrets when it starts (`learn`), so
+that an exception or a log line that quotes one is masked as well. A secret that cannot be
+recognised is kept: put none into flags.
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import io
+import logging
 import re
+import sys
+import threading
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 MASK = "***"
-# of flags and of keys of a configuration
+# names of flags and of configuration keys
 NAME = re.compile(
     r"(^|[-_.]|api|access|secret|auth|private)"
     r"(key|token|secret|passw\w*|passphrase|credentials?|auth|cookie)$|api[-_]?keys$"
+    r"|(^|[-_.])(pass|pwd|dsn|webhooks?)$|webhook[-_.]?url$|conn(ection)?[-_.]?str(ing)?$"
     r"|^alerts?$",  # URLs of webhooks, whose paths are secrets
     re.IGNORECASE,
 )
-# of variables, which say more in their names
-VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|INFO|URL|URI|IPS|ALERT", re.I)
+# names of environment variables, which are more explicit
+VARIABLE = re.compile(
+    r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|INFO|URL|URI|IPS|ALERT"
+    r"|PWD|CONN(?!ECT)|CONNECTION(?!S)|DSN|WEBHOOK",
+    re.I,
+)
 _FORMS = re.compile(
     r"(?:A3T[A-Z0-9]|AKIA|ASIA|AGPA|AROA)[A-Z0-9]{16}"
     r"|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{18,}"
@@ -32,8 +43,8 @@ _FORMS = re.compile(
     r"|-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----[^-]{1,8000}-----END [A-Z ]{0,20}PRIVATE KEY-----"
     r"|(?<![\w-])eyJ[\w-]{10,500}\.eyJ[\w-]{10,2000}\.[\w-]{10,}"
 )
-# A value in the text of a program or of a settings file. Of a token or a key, what looks drawn
-# at random; of a password, any. Repetitions have bounds, as a line may have a million letters.
+# A value in the text of a program or a settings file. For a token or key it must look random; for a
+# password any value counts. Repetitions are bounded, as a line may have a million characters.
 _ASSIGNED = re.compile(
     r"""(?ix) ( (?: (?P<drawn> api[_-]?key | access[_-]?key | private[_-]?key | token | credential )
           | (?P<any> passw(?:or)?d | passphrase | secret ) )
@@ -47,7 +58,7 @@ _IN_URL = re.compile(
     r"(?<![a-z0-9+.-])([a-z][a-z0-9+.-]{0,20}://)[^\s/@:'\"]{0,200}:[^\s/@'\"]{1,500}@",
     re.IGNORECASE,
 )
-# of a URL that is signed: Azure's sig, AWS's and Google's presigned ones, tokens
+# in signed URLs: Azure's sig, presigned URLs of AWS and Google, tokens
 _IN_QUERY = re.compile(
     r"([?&](?:sig|signature|x-(?:amz|goog)-(?:signature|credential|security-token)|token"
     r"|access_token|api_?key|key|password|secret)=)[^&\s'\"<>]{6,2000}",
@@ -56,38 +67,83 @@ _IN_QUERY = re.compile(
 _SIGNED = re.compile(r"sig|signature|token|key|secret|credential|password|auth", re.IGNORECASE)
 
 
-# of variables whose values are masked wherever they stand
+# names of variables whose values are masked anywhere
 _HOLDS = re.compile(
-    r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSW\w*|PASSPHRASE|CREDENTIALS?|AUTH|COOKIE|PAT|ALERT)S?(_|$)",
+    r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|CREDENTIALS?|AUTH|COOKIE|PAT|ALERT)S?(_|$)"
+    r"|PASS(?!_?(ES|THROUGH|IVE|ED|AGE|PORT_NAME)(_|$))|PWD|CONN(?!ECT)|CONNECTION(?!S)"
+    r"|DSN|WEBHOOK",
     re.IGNORECASE,
 )
-SECRET_NAMES = "HARNESS_SECRETS"  # names of the task's own secrets, with commas between
-LEAST_LETTERS = 8  # of a value: a shorter one stands in many words
-_learned: list[str] = []  # of this process, the longest first; grows only
+_FOLDERS = ("PWD", "OLDPWD")  # the shell's, which hold no password
+SECRET_NAMES = "HARNESS_SECRETS"  # comma-separated names of the task's own secrets
+LEAST_LETTERS = 8  # characters of a value: a shorter one occurs in many words
+LEAST_OF_LINE = 16  # characters of one line of a value, such as a PEM key's
+# assignments within a value whose right sides are secrets: "AccountKey=...;", "password=...",
+# '"private_key": "..."'
+_PARTS = re.compile(
+    r"""(?ix) (?:key|token|secret|pass\w{0,20}|pwd|sharedaccesssignature|sig) ["']? \s{0,5} [:=]
+    \s{0,5} ["']? ([^\s;"',&]{8,8000})"""
+)
+_learned: list[str] = []  # secrets of this process, the longest first; only grows
 
 
 def learn(environ: Mapping[str, str]) -> None:
-    """From now on this process masks the values of variables whose names say that they are
-    secrets, and of those that SECRET_NAMES names. Paths of files are none."""
+    """Mask from now on the values of variables whose names mark them as secrets, and of those that
+    SECRET_NAMES lists. File paths are not secrets."""
     named = set(environ.get(SECRET_NAMES, "").split(","))
     keep_out(
         word
         for name, value in environ.items()
-        if name != SECRET_NAMES and (name in named or _HOLDS.search(name))
+        if name != SECRET_NAMES
+        and (name in named or (name not in _FOLDERS and _HOLDS.search(name)))
         for word in ({value, *value.split()} if "ALERT" in name.upper() else {value})
     )
 
 
 def keep_out(values: Iterable[str]) -> None:
-    """From now on this process masks these values, as they are and as a URL has them."""
+    """Mask these values from now on: verbatim, URL-quoted and in base64; of a value with several
+    lines also each long line, and of one with assignments (a connection string, a JSON key) the
+    secret ones alone."""
     found = {v.strip() for v in values}
     found = {v for v in found if len(v) >= LEAST_LETTERS and not v.startswith(("/", "~", "./"))}
+    known = set(found)
+    for value in known:
+        parts = (part[1] for part in _PARTS.finditer(value))
+        found.update(p for p in parts if not p.startswith(("/", "~", "./", "-----")))
+        # a JSON key holds its lines with "\\n" written out
+        lines = value.replace("\\n", "\n").splitlines()
+        if len(lines) > 1:
+            found.update(
+                line.strip(" \t\",") for line in lines
+                if len(line.strip(" \t\",")) >= LEAST_OF_LINE and not _PEM.search(line)
+            )  # fmt: skip
+    found |= {form for v in found for form in _base64_forms(v)}
     found |= {urllib.parse.quote(v, safe="") for v in found}
     _learned[:] = sorted(found.union(_learned), key=len, reverse=True)
 
 
+def _base64_forms(value: str) -> Iterator[str]:
+    """Yield how `value` looks within base64, of both alphabets: alone or with text around it, where
+    it begins at the first, second or third of three bytes. Letters that depend on the neighbours
+    are left out."""
+    data = value.encode(errors="surrogatepass")
+    for before in range(3):
+        bits = 8 * before
+        text = base64.b64encode(b"\0" * before + data).decode().rstrip("=")
+        # the first letters hold bits of what stands before, the last one bits of what follows
+        first = -(-bits // 6)
+        last = len(text) if (bits + 8 * len(data)) % 6 == 0 else len(text) - 1
+        inner = text[first:last]
+        if len(inner) >= LEAST_LETTERS:
+            yield inner
+            yield inner.translate(_URL_SAFE)
+
+
+_URL_SAFE = str.maketrans("+/", "-_")
+
+
 def masked_deep(value: Any) -> Any:
-    """The same JSON, with all of its text masked."""
+    """Return the same JSON with all of its text masked."""
     if isinstance(value, str):
         return masked(value) if len(value) >= LEAST_LETTERS else value
     if isinstance(value, dict):
@@ -96,13 +152,13 @@ def masked_deep(value: Any) -> Any:
 
 
 def is_secret(name: str) -> bool:
-    """Does this name of a flag, or of a key of a configuration, say that its value is one?"""
+    """Return whether this name of a flag or configuration key marks its value as a secret."""
     return bool(NAME.search(name))
 
 
 def masked(text: str) -> str:
-    """Without what is known for a secret by its form, wherever it stands: keys, passwords and
-    signatures in URLs; and without what this process has learned."""
+    """Mask the secrets that this process has learned, and everything in secret form: keys, and
+    passwords and signatures in URLs."""
     for secret in _learned:
         text = text.replace(secret, MASK)
     text = _FORMS.sub(MASK, text)
@@ -112,7 +168,7 @@ def masked(text: str) -> str:
 
 
 def masked_line(text: str) -> str:
-    """A line of a program or of settings: also without what is assigned to a name that says so."""
+    """Mask a line of a program or of settings, including values assigned to names of secrets."""
 
     def cover(found: re.Match[str]) -> str:
         value = found["inside"] or found["bare"]
@@ -126,8 +182,8 @@ def masked_line(text: str) -> str:
 
 
 def url_without_secrets(url: str) -> str:
-    """A URL as others may see it: no password, no user but that of `ssh://`, and of its query
-    nothing that signs it."""
+    """Return a URL without its password, without its user (except for `ssh://`), and without
+    signatures and keys in its query."""
     try:
         parts = urllib.parse.urlsplit(url)
         host = parts.netloc
@@ -146,12 +202,12 @@ def url_without_secrets(url: str) -> str:
 
 
 def masked_value(text: str) -> str:
-    """A value of a flag or of a configuration."""
+    """Mask the value of a flag or of a configuration key."""
     return url_without_secrets(text) if "://" in text and " " not in text else masked(text)
 
 
 def masked_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command's words without secrets, and the names of flags whose values were left out."""
+    """Return a command's words without secrets, and the names of flags whose values were masked."""
     told: list[str] = []
     hidden: list[str] = []
     waiting = ""  # the flag whose value is the next word
@@ -175,15 +231,15 @@ def masked_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def masked_patch(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(line, sign of the line if anything in it was masked, else "") of the output of `git diff`.
-    Contents of binary files are as they are."""
+    """Yield (masked line, sign) for the output of `git diff`. `sign`: the line's first character if
+    anything in it was masked, else "". Contents of binary files are unchanged."""
     in_hunk = inside_key = False
     for line in lines:
         if line.startswith("diff --git "):
             in_hunk = inside_key = False
         if line.startswith("@@ "):
             in_hunk = True
-            at = line.find(" @@", 3) + 3  # behind it stands a line of the file
+            at = line.find(" @@", 3) + 3  # a line of the file follows
             yield line[:at] + masked_line(line[at:]), ""
             continue
         sign, text = line[:1], line[1:]
@@ -196,3 +252,57 @@ def masked_patch(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
             continue
         told = MASK if inside_key and text.strip() else masked_line(text)
         yield sign + told, sign if told != text else ""
+
+
+# Tracebacks and logs of a process, without the secrets that it knows.
+
+
+def keep_secrets(environ: Mapping[str, str]) -> None:
+    """Learn the secrets of `environ`, and mask them from now on in the tracebacks of uncaught
+    errors in all threads of this process, and in its logs. Idempotent."""
+    learn(environ)
+    if logging.getLogRecordFactory() is _MaskedRecord:
+        return
+    sys.excepthook = _masking(sys.excepthook)
+    sys.unraisablehook = _masking(sys.unraisablehook)
+    threading.excepthook = _masking(threading.excepthook)
+    logging.setLogRecordFactory(_MaskedRecord)
+
+
+def masked_text(text: str) -> str:
+    """Mask a text of many lines: each as a line of a log, and secrets that span several lines."""
+    return "".join(masked_line(line) for line in masked(text).splitlines(keepends=True))
+
+
+def _masking(hook: Callable[..., Any]) -> Callable[..., None]:
+    """Return the same hook, with its output to stderr masked."""
+
+    def said(*error: Any) -> None:
+        words = io.StringIO()
+        # output of other threads in the meantime is captured and written with it
+        with _SPEAKS, contextlib.redirect_stderr(words):
+            hook(*error)
+        if sys.stderr is not None:
+            with contextlib.suppress(OSError, ValueError):  # stderr is closed
+                sys.stderr.write(masked_text(words.getvalue()))
+                sys.stderr.flush()
+
+    return said
+
+
+class _MaskedRecord(logging.LogRecord):
+    """A log record whose message and traceback are masked."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.exc_info:  # formatters use `exc_text` if it is set
+            self.exc_text = masked_text(_FORMATTER.formatException(self.exc_info))
+        if self.stack_info:
+            self.stack_info = masked_text(self.stack_info)
+
+    def getMessage(self) -> str:
+        return masked_text(super().getMessage())
+
+
+_FORMATTER = logging.Formatter()
+_SPEAKS = threading.RLock()  # threads may fail at the same time

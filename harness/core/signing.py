@@ -1,12 +1,12 @@
-"""Keys that sign what a run writes, and prove that nobody else wrote it.
+"""Keys that sign what a run writes, and so prove that nobody else wrote it.
 
-Pure. Two kinds, told apart by their looks:
+Pure. There are two kinds, recognised by their form, and a function may supply either:
 
-    hsk_ and 64 hex digits   HMAC-SHA256 with a shared secret: whoever can verify can sign as well
+    hsk_ and 64 hex digits   HMAC-SHA256 with a shared secret: a verifier can sign as well
     PEM                      Ed25519: nodes sign with the private key, the public one verifies
                              (needs the package `cryptography`)
-    package.module:function  gives one of the two as text: the place for a cloud's KMS or secret
-                             manager, which is asked once for each process
+    package.module:function  returns one of the two as text: the place for a cloud's KMS or secret
+                             manager, which is called once per process
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from harness.core.dotted import imported
+from harness.core.user_functions import imported
 from harness.core.world import BadInput
 
-VARIABLE = "HARNESS_SIGNING_KEY"  # never in a bucket, and masked in all that is told
+VARIABLE = "HARNESS_SIGNING_KEY"  # never in a bucket, and masked in all output
 WANTED = (
     "wanted hsk_ and 64 hex digits (make one: echo hsk_$(openssl rand -hex 32)), an Ed25519 key in "
     "PEM, or package.module:function that gives one of them"
@@ -29,26 +29,27 @@ WANTED = (
 
 
 class SigningKey(Protocol):
-    """What signs and verifies. `purpose`: what is signed, so that no signature has two meanings."""
+    """A key that signs and verifies. `purpose`: the kind of data signed, so that no signature has
+    two meanings."""
 
     @property
     def kind(self) -> str:
-        """For people."""
+        """A description for people."""
 
     @property
     def signs(self) -> bool:
-        """Is it more than a public key?"""
+        """True if the key can sign, not only verify."""
 
     def sign(self, purpose: str, data: bytes) -> str:
-        """Hex digits."""
+        """Return the signature of `data` as hex digits."""
 
     def holds(self, purpose: str, data: bytes, signature: object) -> bool:
-        """Is it this key's signature of these bytes?"""
+        """Return whether `signature` is this key's signature of `data`."""
 
 
 @dataclass(frozen=True, repr=False)
 class _Shared:
-    """The first 128 bits of HMAC-SHA256."""
+    """A shared secret; its signatures are the first 128 bits of HMAC-SHA256."""
 
     secret: bytes
     kind = "HMAC-SHA256; whoever has this key could have signed"
@@ -66,7 +67,7 @@ class _Shared:
 
 @dataclass(frozen=True, repr=False)
 class _Pair:
-    """Ed25519. `private`: None: it can only verify."""
+    """An Ed25519 key pair. `private`: None: it can only verify."""
 
     public: Any
     private: Any = None
@@ -91,12 +92,39 @@ class _Pair:
         return True
 
 
+@dataclass(frozen=True, repr=False)
+class RunKey:
+    """A key for one run. `run`: its id, inside every signature, so that what the key has signed for
+    another run does not hold here; "": runs that began before there were ids."""
+
+    key: SigningKey
+    run: str
+
+    @property
+    def kind(self) -> str:
+        return self.key.kind
+
+    @property
+    def signs(self) -> bool:
+        return self.key.signs
+
+    def sign(self, purpose: str, data: bytes) -> str:
+        return self.key.sign(self._bound(purpose), data)
+
+    def holds(self, purpose: str, data: bytes, signature: object) -> bool:
+        return self.key.holds(self._bound(purpose), data, signature)
+
+    def _bound(self, purpose: str) -> str:
+        return f"run {self.run}: {purpose}" if self.run else purpose
+
+
 def _of(purpose: str, data: bytes) -> bytes:
     return purpose.encode() + b"\0" + data
 
 
 def key_of(text: str, where: str) -> SigningKey:
-    """`where`: what is named in errors, in the place of the key. Raises BadInput."""
+    """Return the key that `text` contains or supplies. `where`: the name used in errors, which
+    never show the key. Raises BadInput."""
     text = text.strip().replace("\\n", "\n")
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text):
         given = imported(where, text)()
@@ -134,7 +162,8 @@ def _pair_of(text: str, where: str) -> SigningKey:
 
 
 def key_in(environ: Mapping[str, str]) -> SigningKey | None:
-    """What this process signs with; None: nothing. Raises BadInput."""
+    """Return the key that this process signs with, or None if `environ` has none. Raises BadInput,
+    also for a public key."""
     text = environ.get(VARIABLE, "")
     if not text:
         return None

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from harness.core.blocks import Blocks
-from harness.data.by_index import ByIndex
+from harness.core.sample_order import Blocks
 from harness.data.card import Card, CorpusCorrupt
+from harness.data.datasets import ByIndex, Records, Tokens, packed
 from harness.data.encodings import from_litdata, from_mds
 from harness.data.mixture import Mixture
-from harness.data.reading import Records, Tokens, packed
 
 __all__ = [
     "Blocks",

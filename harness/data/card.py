@@ -1,17 +1,17 @@
-"""What a corpus is: its card, the one object by which it exists, and the index of each split.
+"""The definition of a corpus: its card, by which it exists, and the index of each split.
 
     card.json            written last and create-only: a corpus exists if and only if it does
     index/HASH.idx       of a split: its shards in their order, a BLAKE3 of each chunk of them
-    shards/HASH.bin      tokens: a plain little-endian array; records: their bytes, then where each
-                         ends; named by their own content
+    shards/HASH.bin      tokens: a plain little-endian array; records: their bytes, then the end of
+                         each; named by their own content
 
-Of a corpus that `harness data index` has made, shards are files of others, which stay where they
-are (`card.source`); the index says where each lies in them, and behind them come shards of its own
-that say where each item begins and ends.
+In a corpus that `harness data index` has made, shards are parts of foreign files, which stay where
+they are (`card.source`). The index holds their places, and its last shards are the corpus' own:
+they hold where each item begins and ends.
 
-All are named or fixed by hash from the card down, so that one digest (`Card.content`) says all that
-a training may read. Nothing in it depends on when, where or by how many processes it was made. Pure
-but for numpy.
+All objects are named or fixed by hash from the card down, so that one digest (`Card.content`)
+covers all that a training may read. Nothing in it depends on when, where or by how many processes
+it was made. Pure except for numpy.
 """
 
 from __future__ import annotations
@@ -27,24 +27,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.core.batch import Uint64s, sample_hash
-from harness.core.values import BadObject, Natural, Within, built, canonical, digest, parsed
-from harness.core.world import HarnessError
-from storage.json_text import whole
-from storage.objects import checked_key
+from harness.core.decoding import Natural, Within, built
+from harness.core.world import BadInput, HarnessError
+from harness.data.chunk_cache import NodeCache
+from storage.canonical_json import BadObject, canonical, digest, parsed, whole
+from storage.errors import NotFound
+from storage.snapshots.manifest import BLAKE3, is_chunk
+from storage.stores.objects import ObjectStore, checked_key
 
 CARD = "card.json"
 SHARDS, INDEXES, WORK = "shards/", "index/", "work/"
-FORMAT = 2  # of card and index; raised when a reader of before would misunderstand
-PREPARED = 1  # what a corpus has that consists of nothing but shards of its own
+FORMAT = 2  # of card and index; raised when an older reader would misunderstand
+PREPARED = 1  # format of a corpus that consists of its own shards only
 MAGIC = b"harness corpus index 1\n"
-HASH_NBYTES = 16  # of a BLAKE3: nobody makes other bytes that have it (storage/parts.py)
+HASH_NBYTES = (
+    16  # bytes of a BLAKE3, enough that nobody can forge one (storage/snapshots/manifest.py)
+)
 CHUNK_NBYTES = 256 << 10
 MOST_CHUNK_NBYTES, MOST_CARD_NBYTES = 256 << 20, 64 << 20
-DTYPES: dict[str, np.dtype[Any]] = {  # of tokens; ours are the first two
+DTYPES: dict[str, np.dtype[Any]] = {  # of tokens; prepared corpora use the first two
     **{"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4"), "uint8": np.dtype("u1")},
     **{"int16": np.dtype("<i2"), "int32": np.dtype("<i4"), "int64": np.dtype("<i8")},
 }
-END = np.dtype("<u8")  # where a record of a shard ends
+END = np.dtype("<u8")  # the end of each record of a shard
 TOKENS, RECORDS = "tokens", "records"
 _SHARD = np.dtype([("name", "V16"), ("nbytes", "<u8"), ("items", "<u8")])
 
@@ -53,19 +58,19 @@ HeldOut = Annotated[float, Within(0, 1)]
 
 
 class CorpusCorrupt(HarnessError):
-    """What lies in a corpus is not what its card says; the message names the shard or the index,
-    what was wanted and what was found."""
+    """Error for a corpus whose content contradicts its card; the message names the shard or the
+    index, what was wanted and what was found."""
 
 
 def hash_of(data: bytes | memoryview) -> bytes:
-    """16 bytes: what chunks, shards and indexes are known by."""
+    """Return the 16-byte hash that identifies chunks, shards and indexes."""
     return blake3.blake3(data).digest(HASH_NBYTES)
 
 
 @dataclass(frozen=True)
 class SplitCard:
-    """One split. `items`: tokens, ends of documents among them, or records; `nbytes`: of its
-    shards; `index`: hash of its index, 32 hex digits, which lies at `index/HASH.idx`."""
+    """One split. `items`: tokens, including those that end documents, or records; `nbytes`: bytes
+    of its shards; `index`: hash of its index, 32 hex digits, which lies at `index/HASH.idx`."""
 
     name: str
     index: str
@@ -77,7 +82,7 @@ class SplitCard:
 
 @dataclass(frozen=True)
 class SourceCard:
-    """What documents were made of: as it was named, and its bytes (0: not known)."""
+    """A source of documents: its name as given, and its bytes (0 means unknown)."""
 
     name: str
     nbytes: Natural = 0
@@ -85,8 +90,8 @@ class SourceCard:
 
 @dataclass(frozen=True)
 class FieldCard:
-    """A field of records in a format of others: how its bytes are encoded, in that format's words;
-    `nbytes`: of each value, 0 if that differs."""
+    """A field of records in a foreign format. `encoding`: in that format's terms; `nbytes`: bytes
+    of each value (0 means that they differ)."""
 
     name: str
     encoding: str = ""
@@ -95,14 +100,13 @@ class FieldCard:
 
 @dataclass(frozen=True)
 class Card:
-    """`kind`: "tokens" or "records". Of tokens: `dtype` (see DTYPES), `eos` (the token behind each
-    document, and nowhere else; -1: not known), `tokenizer` and its hash, `vocabulary` (ids are
-    below it).
-    `held_out`: the share of documents that went to the split "validation". `dropped`: documents
-    that an earlier one was equal to, or like by the rule `near` (near.py); -1: nobody looked.
-    `plan`: digest of the sources' names and sizes and of all settings. `content`: see `sealed`. Of
-    files of others: `layout` (their format), `fields`, and `source`, the URL below which they
-    lay."""
+    """The card of a corpus. `kind`: "tokens" or "records". For tokens: `dtype` (see DTYPES), `eos`
+    (the token after each document, and nowhere else; -1 means unknown), `tokenizer` and its hash,
+    `vocabulary` (all ids are below it). `held_out`: the share of documents that went to the split
+    "validation". `dropped`: the number of documents that equal an earlier one, or resemble it by
+    the rule `near` (data/prepare/dedupe.py); -1 means not searched. `plan`: digest of the sources'
+    names and sizes and of all settings. `content`: see `sealed`. For foreign files: `layout` (their
+    format), `fields`, and `source`, the URL of their folder when they were indexed."""
 
     kind: str
     splits: tuple[SplitCard, ...]
@@ -126,8 +130,8 @@ class Card:
     source: str = ""
 
     def sealed(self) -> Card:
-        """With `content`: the digest of all that a reader may get, which does not depend on what
-        sources are called, where they lie, or under which licence they are."""
+        """Return the card with `content`: the digest of all that a reader may get, which does not
+        depend on what sources are called, where they are, or under which licence."""
         said = ("kind", "dtype", "eos", "tokenizer_hash", "vocabulary", "chunk_nbytes", "splits")
         more = ("layout", "fields") if self.layout else ()
         body = asdict(self)
@@ -141,7 +145,7 @@ class Card:
 
     @staticmethod
     def decode(data: bytes, where: str) -> Card:
-        """Raises CorpusCorrupt."""
+        """Return the card that `encode` made. Raises CorpusCorrupt."""
         try:
             body = parsed(data, most_nbytes=MOST_CARD_NBYTES, finite=True)
             newer = isinstance(body, dict) and body.get("format", PREPARED) > FORMAT
@@ -161,8 +165,8 @@ class Card:
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """A shard as its maker knows it. `name`: hash of its bytes, 16 bytes; `items`: tokens or
-    records in it; `hashes`: of its chunks, one after the other."""
+    """A new shard. `name`: hash of its bytes, 16 bytes; `items`: its tokens or records; `hashes`:
+    those of its chunks, one after the other."""
 
     name: bytes
     nbytes: int
@@ -172,8 +176,8 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """Where a shard lies in a file of others: the file's key below `Card.source`, where the shard
-    begins in it, and bytes of the whole file."""
+    """The place of a shard in a foreign file: the file's key below `Card.source`, the byte at which
+    the shard begins, and the bytes of the whole file."""
 
     key: str
     start: int
@@ -183,8 +187,8 @@ class ShardPlace:
 @dataclass(frozen=True)
 class CorpusIndex:
     """The shards of a split as one row of bytes, cut into chunks: each has at most `chunk_nbytes`
-    and lies in one shard. `hashes`: uint64 (chunks, 2). `places`: of the shards that lie in files
-    of others, which come first; `source`: where those are, for who is told of one."""
+    and lies in one shard. `hashes`: uint64 (chunks, 2). `places`: of the shards in foreign files,
+    which come first; `source`: the URL of those files, for messages."""
 
     chunk_nbytes: int
     shards: NDArray[Any]  # of _SHARD
@@ -194,29 +198,29 @@ class CorpusIndex:
 
     @functools.cached_property
     def shard_starts(self) -> Int64Array:
-        """Where each shard begins in the row, and its end: (shards + 1,) bytes."""
+        """Start of each shard in the row, and the row's end: (shards + 1,) bytes."""
         return _starts(self.shards["nbytes"])
 
     @functools.cached_property
     def item_starts(self) -> Int64Array:
-        """Items before each shard, and in all: (shards + 1,)."""
+        """Number of items before each shard, and in all: (shards + 1,)."""
         return _starts(self.shards["items"])
 
     @functools.cached_property
     def first_chunks(self) -> Int64Array:
-        """The first chunk of each shard, and their number: (shards + 1,)."""
+        """Number of the first chunk of each shard, and the count of chunks: (shards + 1,)."""
         return _starts(-(-self.shards["nbytes"].astype(np.int64) // self.chunk_nbytes))
 
     @functools.cached_property
     def starts(self) -> Int64Array:
-        """Where each chunk begins in the row, and its end: (chunks + 1,) bytes."""
+        """Start of each chunk in the row, and the row's end: (chunks + 1,) bytes."""
         shard = np.repeat(np.arange(len(self.shards)), np.diff(self.first_chunks))
         within = np.arange(len(shard)) - self.first_chunks[shard]
         begins = self.shard_starts[shard] + within * self.chunk_nbytes
         return np.append(begins, self.shard_starts[-1])
 
     def place(self, chunk: int) -> tuple[str, int]:
-        """(hash of the shard, which of its chunks) of a chunk."""
+        """Return (hash of the shard, number of the chunk within it)."""
         shard = self.shard_of(chunk)
         return self.name(shard), chunk - int(self.first_chunks[shard])
 
@@ -231,13 +235,14 @@ class CorpusIndex:
         return name.hex()
 
     def told(self, shard: int, url: str) -> str:
-        """What a shard of the corpus at `url` is called in messages: by where it lies."""
+        """Return a shard's name for messages about the corpus at `url`: its place."""
         if shard < len(self.places):
             return f"{self.source}/{self.places[shard].key}"
         return f"{url}/{shard_key(self.name(shard))}"
 
     def origin(self, chunk: int) -> tuple[int, str]:
-        """(the byte of its file where a chunk begins, what was done when it was hashed)."""
+        """Return (byte of its file at which a chunk begins, the operation that hashed it: "indexed"
+        or "prepared")."""
         shard = self.shard_of(chunk)
         begin = (chunk - int(self.first_chunks[shard])) * self.chunk_nbytes
         if shard < len(self.places):
@@ -245,28 +250,29 @@ class CorpusIndex:
         return begin, "prepared"
 
     def chunks_of(self, start: int, end: int) -> range:
-        """The chunks in which the bytes [start, end) of the row lie."""
+        """Return the chunks that contain the bytes [start, end) of the row."""
         (span,) = self.spans([(start, end)]).tolist()
         return range(*span)
 
     def spans(self, ranges: Sequence[tuple[int, int]]) -> Int64Array:
-        """Of each [start, end) of the row the first chunk in which its bytes lie, and the one
-        behind the last: (n, 2)."""
+        """Return, for each [start, end) of the row, the first chunk that contains its bytes, and
+        the one after the last: (n, 2)."""
         begins, ends = np.array(ranges, np.int64).reshape(-1, 2).T
         first = np.searchsorted(self.starts, begins, "right") - 1
         behind = np.searchsorted(self.starts, ends, "left")
         return np.stack([first, np.where(ends > begins, behind, first)], axis=1)
 
     def ids(self, chunks: Int64Array) -> Uint64s:
-        """The first 64 bits of the hashes that these chunks must have, same shape."""
+        """Return the first 64 bits of the hashes that these chunks must have, same shape."""
         found: Uint64s = self.hashes[chunks, 0]
         return found
 
     def contents(
         self, begins: Int64Array, ends: Int64Array, ids: Callable[[Int64Array], Uint64s]
     ) -> Int64Array:
-        """64 bits of what lies at the bytes [begins, ends) of the row, as step records want them,
-        (n,): of the hashes of the chunks there, so nothing need be read. `ids`: see the method."""
+        """Return 64 bits for the content of the bytes [begins, ends) of the row, (n,), as step
+        records need them. They follow from the hashes of the chunks, so nothing is read. `ids`: see
+        the method."""
         out = np.zeros(len(begins), np.uint64)
         first = np.searchsorted(self.starts, begins, "right") - 1
         last = np.searchsorted(self.starts, ends - 1, "right") - 1
@@ -297,7 +303,8 @@ class CorpusIndex:
 
     @staticmethod
     def decode(data: bytes, split: SplitCard, chunk_nbytes: int, where: str) -> CorpusIndex:
-        """Raises CorpusCorrupt unless it is the one that the card names."""
+        """Return the index that `encode` made. Raises CorpusCorrupt unless it is the one that the
+        card names."""
         if hash_of(data).hex() != split.index:
             raise CorpusCorrupt(
                 f"{where}: wanted the index that the card names, found {len(data)} bytes with "
@@ -319,7 +326,7 @@ class CorpusIndex:
 
 
 def _places(data: bytes) -> tuple[ShardPlace, ...]:
-    """Raises BadObject, TypeError, ValueError."""
+    """Return the places in an encoded index. Raises BadObject, TypeError, ValueError."""
     rows = parsed(data, most_nbytes=len(data))
     return tuple(ShardPlace(checked_key(key), whole(a, 0), whole(n, 0)) for key, a, n in rows)
 
@@ -334,3 +341,49 @@ def shard_key(name: str) -> str:
 
 def index_key(name: str) -> str:
     return f"{INDEXES}{name}.idx"
+
+
+# The card and the index of a corpus, which every reader opens first.
+
+KEPT_NBYTES = 256 << 10  # least size to cache; a smaller index loads as fast as its size
+
+
+def card_of(store: ObjectStore) -> Card:
+    """Return the corpus' card. Raises BadInput if there is no corpus, CorpusCorrupt, StoreError."""
+    try:
+        data = store.get(CARD)
+    except NotFound:
+        raise BadInput(
+            f"{store.url}: wanted a corpus, found no {CARD}; `harness data prepare SOURCES... "
+            f"{store.url}` makes one, and goes on with one that was interrupted"
+        ) from None
+    return Card.decode(data, f"{store.url}/{CARD}")
+
+
+def index_of(
+    store: ObjectStore, card: Card, split: SplitCard, cache: NodeCache | None = None
+) -> CorpusIndex:
+    """Return the index of a split, from the cache if it is there. Raises CorpusCorrupt,
+    StoreError."""
+    key = index_key(split.index)
+    try:
+        data = _index(store, key, split, card.chunk_nbytes, cache)
+    except NotFound as e:
+        raise CorpusCorrupt(f"{store.url}/{key}: wanted an index, found none") from e
+    return CorpusIndex.decode(data, split, card.chunk_nbytes, f"{store.url}/{key}")
+
+
+def _index(
+    store: ObjectStore, key: str, split: SplitCard, chunk_nbytes: int, cache: NodeCache | None
+) -> bytes:
+    """Return the bytes of an index. Raises NotFound, StoreError."""
+    least_nbytes = 16 * split.nbytes // chunk_nbytes
+    if cache is None or least_nbytes < KEPT_NBYTES:
+        return store.get(key)
+    id = f"{BLAKE3}{split.index}-{store.size(key)}"
+    with cache.turn([id]):
+        if (data := cache.get(id)) is None or not is_chunk(id, data):
+            data = store.get(key)
+            if is_chunk(id, data):  # otherwise the decoder reports what is wrong
+                cache.put({id: data})
+    return data

@@ -1,41 +1,112 @@
-"""One split of a corpus, opened in whichever process reads it.
+"""One split of a corpus, opened separately in each process that reads it.
 
-What is open belongs to the process that opened it: its stores, its chunks in memory. One that was
-forked opens its own, or asks who forked it (`forked.py`).
+Open stores and chunks in memory belong to the process that opened them. A forked process opens its
+own, or requests chunks from the one that it was forked from (`forked_reader.py`).
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from harness.core.world import BadInput
-from harness.data.card import CorpusIndex, Int64Array, shard_key
-from harness.data.chunks import CACHE_NBYTES, TRIES, Chunks, Fetch, FetchRun
-from harness.data.foreign_shards import shards_of
-from harness.data.forked import Parent, can_serve
-from harness.data.node_cache import LOCAL, opened
-from harness.data.opening import card_of, index_of
-from storage.objects import ObjectStore
-from storage.opening import normalize, open_store
+from harness.data.card import Card, CorpusIndex, Int64Array, card_of, index_of, shard_key
+from harness.data.chunk_cache import LOCAL, opened
+from harness.data.chunk_reader import CACHE_NBYTES, TRIES, Chunks, Fetch, FetchRun
+from harness.data.forked_reader import Parent, can_serve
+from storage.stores.objects import Keys, ObjectStore, read_into
+from storage.stores.store_urls import normalize, open_store
 
-# of chunks in memory at most, for what is read in turns, unless it is said
+# Reading of the shards of a corpus whose shards are parts of foreign files.
+
+
+class ForeignShards:
+    """A corpus' own store, in which reads of a shard's key are redirected to the foreign file that
+    contains the shard. `opened` returns the store of those files."""
+
+    def __init__(self, store: ObjectStore, index: CorpusIndex, opened: Callable[[], ObjectStore]):
+        self.url, self._store = store.url, store
+        self._index, self._source = index, functools.cache(opened)
+        self._places = {
+            shard_key(index.name(i)): (place, int(index.shards["nbytes"][i]))
+            for i, place in reversed(list(enumerate(index.places)))
+        }
+
+    def alone(self, shard: int) -> ForeignShards:
+        """Return a store with this one shard only. Equal shards share a key; here each is read at
+        its own place."""
+        at = slice(shard, shard + 1)
+        one = replace(self._index, shards=self._index.shards[at], places=self._index.places[at])
+        return ForeignShards(self._store, one, self._source)
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> int:
+        if (found := self._places.get(key)) is None:
+            return read_into(self._store, key, start, buffer)
+        place, nbytes = found
+        view = buffer[: max(0, nbytes - start)]
+        return read_into(self._source(), place.key, place.start + start, view)
+
+    def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+        if (found := self._places.get(key)) is None:
+            return self._store.get(key, start, end)
+        place, nbytes = found
+        first, last = min(start or 0, nbytes), nbytes if end is None else min(end, nbytes)
+        return self._source().get(place.key, place.start + first, place.start + max(first, last))
+
+    def size(self, key: str) -> int:
+        """Return the size of an object. A shard's size differs from the index by as much as its
+        file has grown or shrunk."""
+        if (found := self._places.get(key)) is None:
+            return self._store.size(key)
+        place, nbytes = found
+        return max(0, nbytes + self._source().size(place.key) - place.file_nbytes)
+
+    def list(self, prefix: str) -> Keys:
+        return self._store.list(prefix)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self._store.put(key, data)
+
+    def create(self, key: str, data: bytes | memoryview) -> bool:
+        return self._store.create(key, data)
+
+    def delete(self, key: str) -> None:
+        self._store.delete(key)
+
+
+def shards_of(
+    store: ObjectStore, card: Card, index: CorpusIndex, source: str = "", within_s: float = 60.0
+) -> tuple[ObjectStore, CorpusIndex]:
+    """Return the store to read a corpus' shards from, and the index, which names their places.
+    `source`: the current URL of the foreign files, if they were moved. Raises BadInput."""
+    if not card.layout:
+        if source:
+            raise BadInput(f"{store.url}: wanted no source: this corpus has all its data itself")
+        return store, index
+    url = normalize(source or card.source)
+    made = ForeignShards(store, index, lambda: open_store(url, retry_within_s=within_s))
+    return made, replace(index, source=url)
+
+
+# default limit of memory for chunks that are read in turns
 HELD_NBYTES = 256 << 20
-MANY_TIMES = 4  # the bytes that are wanted: then who pays for them should know
-SPARE = 8  # one part of so many besides: blocks begin and end within chunks
-WITHIN_S = 300.0  # how long a store may be silent, slow or asking to wait before a reader fails
+MANY_TIMES = 4  # from this multiple of the wanted bytes on, a warning about the cost is due
+SPARE = 8  # a share of 1/SPARE is added: blocks begin and end within chunks
+WITHIN_S = 300.0  # how long a store may be silent, slow or throttling before a reader fails
 
 
 class CorpusReader:
-    """One split of a corpus, for any process: what is open is opened in the process that uses it,
-    and never pickled. `fetch`: makes a `Fetch` of (store, bytes of a chunk); see `from_store`.
-    `cache`, `disk_nbytes`: the node's cache (see `node_cache.opened`). `source`: where the files of
-    others are now that the corpus consists of, if they were moved. Raises BadInput, CorpusCorrupt,
-    StoreError."""
+    """One split of a corpus, for any process: stores and chunks are opened in the process that uses
+    them, and never pickled. `fetch`: makes a `Fetch` from (store, bytes of a chunk); see
+    `from_store`. `cache`, `disk_nbytes`: the node's cache (see `node_cache.opened`). `source`: the
+    current URL of the foreign files of which the corpus consists, if they were moved. Raises
+    BadInput, CorpusCorrupt, StoreError."""
 
     def __init__(
         self,
@@ -55,9 +126,9 @@ class CorpusReader:
         self._cache_nbytes = CACHE_NBYTES if cache_nbytes is None else cache_nbytes
         self._most_nbytes = HELD_NBYTES if cache_nbytes is None else cache_nbytes
         self._disk = cache, disk_nbytes
-        self._opened: tuple[int, Chunks] | None = None  # the process that did it
+        self._opened: tuple[int, Chunks] | None = None  # with the process that opened them
         self._parent: Parent | None = None
-        self._own: tuple[int, ObjectStore] | None = None  # the corpus' store, of which process
+        self._own: tuple[int, ObjectStore] | None = None  # (process, its store of the corpus)
         self.card = card_of(self.store)
         found = self.card.split(split)
         if self.card.kind != kind:
@@ -68,14 +139,14 @@ class CorpusReader:
             raise BadInput(f"{url}: wanted the split {split!r}, found {there}")
         self.split = found
         if can_serve(self._far_url):
-            self._open()  # before anybody is forked
+            self._open()  # before any process is forked
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None, "_parent": None, "_own": None}
 
     @property
     def chunks(self) -> Chunks:
-        """Of this process."""
+        """The chunks that this process has opened."""
         if self._opened is None or self._opened[0] != os.getpid():
             return self._open()
         return self._opened[1]
@@ -85,22 +156,23 @@ class CorpusReader:
         return self.chunks.index
 
     def contents(self, ranges: Sequence[tuple[int, int]], as_read: bool) -> Int64Array:
-        """int64 (n,): see `CorpusIndex.contents`. `as_read`: of the bytes that were read here, else
-        as the index says."""
+        """Return identifiers of the ranges' contents, int64 (n,): see `CorpusIndex.contents`.
+        `as_read`: from the bytes that were read here, else from the index alone."""
         begins, ends = np.array(ranges, np.int64).reshape(-1, 2).T
         source = self.chunks if as_read else self.index
         return self.index.contents(begins, ends, source.ids)
 
     def named(self, what: str) -> str:
-        """A fingerprint: the same wherever the corpus lies, another for any other content."""
+        """Return a fingerprint: the same wherever the corpus is stored, and different for other
+        content."""
         return f"corpus:{self.card.content}:{self.split.name}:{what}"
 
     def may_hold(self, nbytes: int) -> bool:
-        """May so many bytes that lie together be kept in memory?"""
+        """Return whether this many adjacent bytes may be kept in memory."""
         return self._with_spare(nbytes) <= self._most_nbytes
 
     def hold(self, nbytes: int) -> None:
-        """So many bytes that lie together are read in turns: keep them in memory."""
+        """Keep this many adjacent bytes in memory, since they are read in turns."""
         self._cache_nbytes = max(self._cache_nbytes, self._with_spare(nbytes))
         self.chunks.keep(self._cache_nbytes)
 
@@ -108,8 +180,8 @@ class CorpusReader:
         return nbytes + nbytes // SPARE + SPARE * self.index.chunk_nbytes
 
     def scattered(self, item_nbytes: int, nodes: int) -> str:
-        """Why so many nodes that read items of this size all over the corpus fetch many times the
-        bytes of these; "": they do not."""
+        """Return why this many nodes that read items of this size in random order fetch many times
+        the bytes of these; "" if they do not."""
         chunks, whole = self.chunks, int(self.index.starts[-1])
         near = chunks.cache.nbytes if chunks.cache else chunks.room * self.index.chunk_nbytes
         times = self.index.chunk_nbytes / max(1, item_nbytes)
@@ -125,23 +197,24 @@ class CorpusReader:
 
     @property
     def _far_url(self) -> str:
-        """Where the data lie: files of others elsewhere."""
+        """URL of the data, which may be foreign files elsewhere."""
         return normalize(self._source or self.card.source) if self.card.layout else self.url
 
     @property
     def store(self) -> ObjectStore:
-        """The corpus' own, of this process."""
+        """The corpus' own store, opened in this process."""
         if self._own is None or self._own[0] != os.getpid():
             self._own = os.getpid(), open_store(self.url, retry_within_s=self._within_s)
         return self._own[1]
 
     def _open(self) -> Chunks:
-        """One that was forked opens its own connections, or asks who opened the corpus."""
+        """Open the chunks in this process. A forked process uses its parent's index and reads
+        through it."""
         parent, before = self._parent, self._opened
         if parent is not None and before is not None:
             theirs = before[1]
             cache = theirs.cache
-            if cache is not None:  # a process that was forked makes its own
+            if cache is not None:  # a forked process makes its own
                 cache = opened(self._far_url, cache.folder, cache.nbytes)
             made = Chunks(
                 theirs.index, theirs._fetch, self.url, self._cache_nbytes, cache, parent.ask
@@ -154,7 +227,7 @@ class CorpusReader:
             runs = None if self._fetch else runs_from_store(store, index.chunk_nbytes)
             made = Chunks(index, fetch, self.url, self._cache_nbytes, cache, fetch_run=runs)
             if can_serve(self._far_url):
-                _ = index.starts  # computed before anybody is forked, and under a lock
+                _ = index.starts  # computed before any process is forked, and under a lock
                 self._parent = Parent(made.serve, self._within_s * TRIES)
                 weakref.finalize(self, self._parent.close).atexit = False
         self._opened = os.getpid(), made
@@ -162,7 +235,7 @@ class CorpusReader:
 
 
 def from_store(store: ObjectStore, chunk_nbytes: int) -> Fetch:
-    """Chunks by ranged reads of the corpus itself."""
+    """Return a `Fetch` that reads chunks of the corpus itself by ranged reads."""
     run = runs_from_store(store, chunk_nbytes)
     return lambda shard, chunk: run(shard, chunk, 1)
 

@@ -1,9 +1,9 @@
-"""Values of records in formats of others, from the bytes of their fields: `decode=` of `Records`.
+"""Decoders for the fields of records in foreign formats: values for `decode=` of `Records`.
 
     train = harness.data.Records(url, decode=harness.data.from_mds)
 
-Nothing is ever unpickled: what a format pickles, and what is not known here, is given as bytes.
-Images need pillow. Arrays are numpy's, of torch's tensors too.
+Nothing is ever unpickled: fields that a format pickles, or with an unknown encoding, stay bytes.
+Images need pillow. Arrays, and torch's tensors, become arrays of numpy.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 
 from harness.core.world import BadInput
 from harness.data.card import CorpusCorrupt
+from harness.data.formats.format import U32, EncodedRecord
 from harness.data.formats.litdata import NUMPY_DTYPES, TORCH_DTYPES, dtype_of
-from harness.data.formats.seam import U32, EncodedRecord
-from harness.data.sources import needed
+from harness.data.prepare.units import needed
 
-# by the numbers that MDS has for them
+# by MDS's own numbers
 MDS_DTYPES = {
     **{8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32"},
     **{33: "int32", 34: "float32", 64: "uint64", 65: "int64", 66: "float64"},
@@ -33,14 +33,14 @@ Decode = Callable[[bytes], Any]
 
 
 def from_mds(record: Mapping[str, bytes]) -> dict[str, Any]:
-    """A sample of MDS as StreamingDataset gives it; of `pkl` the bytes. Raises BadInput,
-    CorpusCorrupt."""
+    """Return a sample of MDS as StreamingDataset gives it; `pkl` fields stay bytes. Raises
+    BadInput, CorpusCorrupt."""
     return _values(record, MDS, "ndarray", _mds_array)
 
 
 def from_litdata(record: Mapping[str, bytes]) -> dict[str, Any]:
-    """An item of LitData, a value for each leaf; of `pickle`, `json`, video and the like the bytes.
-    Raises BadInput, CorpusCorrupt."""
+    """Return an item of LitData, a value for each leaf; `pickle`, `json`, video and the like stay
+    bytes. Raises BadInput, CorpusCorrupt."""
     return _values(record, LITDATA, "no_header_", _litdata_array)
 
 
@@ -70,12 +70,12 @@ def _values(
 
 # ---- arrays --------------------------------------------------------------------------------------
 def _mds_array(encoding: str, data: bytes) -> Any:
-    """`ndarray[:DTYPE[:SHAPE]]`; what is not said there comes in front of the values."""
+    """Decode `ndarray[:DTYPE[:SHAPE]]`. What the encoding leaves out precedes the values."""
     words = encoding.split(":")
     at, dtype = (0, words[1]) if len(words) > 1 else (1, MDS_DTYPES[data[0]])
     if len(words) > 2:
         shape = [int(word) for word in words[2].split(",")]
-    else:  # of each axis as many bytes as the two low bits say
+    else:  # the two low bits give the bytes of each axis, as a power of two
         axes, nbytes = data[at] >> 2, 1 << (data[at] & 3)
         end = at + 1 + axes * nbytes
         shape = np.frombuffer(data[at + 1 : end], f"<u{nbytes}").tolist()
@@ -115,7 +115,7 @@ def _pixels(data: bytes) -> Any:
 
 
 def _several(decode: Decode, before: int) -> Decode:
-    """A list: `before` bytes of nothing, how many, how long each is, and all of them."""
+    """Return a decoder of lists: `before` ignored bytes, the count, each length, and all values."""
 
     def values(data: bytes) -> Iterator[Any]:
         (n,) = np.frombuffer(data, U32, 1, before).tolist()

@@ -6,7 +6,7 @@ what a step consumes.
     )
 
 Runs in the worker and in a DataLoader's processes. Its items are those of all sources, one source
-behind the other; their order (core/mixing.py) is `run.steps`' to ask for.
+after the other; `run.steps` requests their order (core/sample_order.py).
 """
 
 from __future__ import annotations
@@ -22,38 +22,41 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from harness.core.batch import Batching, Int64s
-from harness.core.blocks import GROUPS, Blocks, blocks_for
-from harness.core.mixing import (
+from harness.core.read_traffic import Traffic
+from harness.core.sample_order import (
+    GROUPS,
     MOST_ROW,
     MOST_SOURCES,
     MOST_STAIRS,
+    Blocks,
     MixedOrder,
     MixedSource,
     WeightPhase,
     Weights,
+    blocks_for,
     stretches_of,
 )
-from harness.core.traffic import Traffic
 from harness.core.world import BadInput
-from harness.data.reading import Records, Tokens, named_by
+from harness.data.datasets import Records, Tokens, named_by
 
 if TYPE_CHECKING:
-    from storage.tiers import Tier
+    from storage.tiers.tiers import Tier
 
-STAIRS = 32  # of a ramp between two phases
+STAIRS = 32  # stairs of a ramp between two phases
 NAMED = "mixture:"
 
 
 class Mixture:
-    """`sources`: map-style datasets by name; their samples must be alike, for who collates them.
+    """A dataset of several sources. `sources`: map-style datasets by name; their samples must be
+    alike, so that they can be collated.
 
-    `weights`: shares of the samples, of each source by name, in any unit. Or `schedule`: [(0,
-    weights), (10_000, weights), ...], each from when so many steps are done; `ramp="linear"`: from
-    one to the next by `stairs` equal stairs, so that each but the last is where a ramp begins; the
-    same weights twice are a plateau. A source that is not named has none.
+    `weights`: each source's share of the samples, by name, in any unit. Or `schedule`: [(0,
+    weights), (10_000, weights), ...], each in force once that many steps are done; `ramp="linear"`:
+    change from one to the next in `stairs` equal stairs, so that every entry but the last begins a
+    ramp; the same weights twice are a plateau. A source that is not named has weight 0.
 
-    `epochs`: a source ends after so many passes, and the others share its weight. Without weights,
-    the passes of each source in one pass of the mixture: weights by passes times samples.
+    `epochs`: a source ends after this many passes, and the others share its weight. Without weights
+    it gives the passes of each source in one pass of the mixture: weights are passes times samples.
 
     Raises BadInput.
     """
@@ -105,7 +108,7 @@ class Mixture:
         return self.sources[name][item]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Many at once, as a DataLoader asks for them."""
+        """Return many items at once, as a DataLoader requests them."""
         if self.draws:
             self.read_ahead(indices)
             return [self[i] for i in indices]
@@ -118,26 +121,26 @@ class Mixture:
 
     @property
     def draws(self) -> bool:
-        """See `Tokens.draws`: may reading any of its sources?"""
+        """True if reading an item of any source may draw from a generator: see `Tokens.draws`."""
         if type(self).__getitem__ is not Mixture.__getitem__:
             return True
         return any(getattr(one, "draws", True) is not False for one in self.sources.values())
 
     def by_thread(self, *in_turns: int) -> bool:
-        """See `Tokens.by_thread`; may all its sources be read so?"""
+        """Return whether a thread may read all sources: see `Tokens.by_thread`."""
         if self.draws or len(in_turns) != len(self.sources):
             return False
         several = [getattr(one, "by_thread", None) for one in self.sources.values()]
         return all(one and one(n) for one, n in zip(several, in_turns, strict=True))
 
     def hold(self, *in_turns: int) -> None:
-        """See `Tokens.hold`; of each source that can."""
+        """Keep chunks in memory, in each source that can: see `Tokens.hold`."""
         for one, n in zip(self.sources.values(), in_turns, strict=True):
             if (hold := getattr(one, "hold", None)) is not None:
                 hold(n)
 
     def source_of(self, i: int) -> tuple[str, int]:
-        """(name of the source, which of its items) of an item."""
+        """Return (name of the source, index within it) of an item."""
         if not -len(self) <= i < len(self):
             raise IndexError(f"item {i} of {len(self)}")
         i = int(i) % len(self)
@@ -145,18 +148,18 @@ class Mixture:
         return self._names[s], i - self._starts[s]
 
     def read_ahead(self, indices: Sequence[int]) -> None:
-        """Fetch what these items lie in, of sources that can."""
+        """Fetch the chunks of these items, in sources that can."""
         for name, places in self.by_source(indices).items():
             if (ahead := getattr(self.sources[name], "read_ahead", None)) is not None:
                 ahead([item for _, item in places])
 
     @property
     def traffic(self) -> list[Traffic]:
-        """What this process has read so far, of sources that count it."""
+        """Counters of what this process has read so far, of sources that have them."""
         return [t for one in self.sources.values() for t in getattr(one, "traffic", ())]
 
     def pieces(self, indices: Sequence[int]) -> list[Any]:
-        """What these items lie in, of sources of which fetching ahead serves somebody."""
+        """Return the chunks of these items, in sources where fetching ahead is useful."""
         out: list[Any] = []
         for name, places in self.by_source(indices).items():
             one = self.sources[name]
@@ -165,26 +168,27 @@ class Mixture:
         return out
 
     def ahead_nbytes(self, processes: int) -> int:
-        """The most that may be fetched ahead by one of so many processes of this node: what each
-        source has room for, since they share it."""
+        """Return the most bytes that one of this many processes of the node may fetch ahead: the
+        smallest limit among the sources, since they share it."""
         several = [one for one in self.sources.values() if hasattr(one, "ahead_nbytes")]
         limits = [nbytes for one in several if (nbytes := one.ahead_nbytes(processes))]
         return min(limits, default=0)
 
     @property
     def caches(self) -> dict[str, int]:
-        """Of this node, of sources that have one: folder -> its bound in bytes."""
+        """This node's caches, of sources that have one: folder -> its limit in bytes."""
         several = (getattr(one, "caches", {}) for one in self.sources.values())
         return {folder: nbytes for caches in several for folder, nbytes in caches.items()}
 
     def ask_peers(self, peers: Tier | None, nodes: int, once: bool) -> None:
-        """See `Chunks.ask_peers`."""
+        """Share chunks with other nodes: see `Chunks.ask_peers`."""
         for one in self.sources.values():
             if hasattr(one, "ask_peers"):
                 one.ask_peers(peers, nodes, once)
 
     def scattered(self, nodes: int) -> str:
-        """See `CorpusReader`; of the first source of which it is so."""
+        """Return the first source's reason why random order is expensive: see
+        `CorpusReader.scattered`."""
         several = (
             one.scattered(nodes) for one in self.sources.values() if hasattr(one, "scattered")
         )
@@ -192,7 +196,8 @@ class Mixture:
 
     @property
     def fingerprint(self) -> str | None:
-        """Of all sources. None: one has none, so a few samples of them all must do."""
+        """Fingerprint of all sources. None if one has none; a few samples of the mixture then serve
+        instead."""
         own = [getattr(one, "fingerprint", None) for one in self.sources.values()]
         if not all(isinstance(one, str) for one in own):
             return None
@@ -200,13 +205,13 @@ class Mixture:
 
     @property
     def content_ids(self) -> Callable[..., Int64s] | None:
-        """As `Tokens.content_ids`; None unless all sources know what they read."""
+        """Function like `Tokens.content_ids`; None unless all sources have one."""
         every = self.sources.values()
         known = all(callable(getattr(one, "content_ids", None)) for one in every)
         return self._content_ids if known else None
 
     def by_source(self, indices: Sequence[int]) -> dict[str, list[tuple[int, int]]]:
-        """By name: (where in `indices`, which item of the source)."""
+        """Return, by the source's name, pairs (position in `indices`, index within the source)."""
         out: dict[str, list[tuple[int, int]]] = {}
         for where, i in enumerate(indices):
             name, item = self.source_of(i)
@@ -216,7 +221,7 @@ class Mixture:
     def sample_order(
         self, global_batch: int, micro_batch: int, shuffle: bool | str | Blocks
     ) -> MixedOrder:
-        """What `run.steps` reads in these batches. Raises BadInput."""
+        """Return the order in which `run.steps` reads in these batches. Raises BadInput."""
         blocked = not isinstance(shuffle, bool)
         lanes = global_batch // micro_batch if blocked else 1
         made = tuple(
@@ -238,7 +243,7 @@ class Mixture:
 
     # ---- what was asked for ----------------------------------------------------------------------
     def _passes(self, epochs: Mapping[str, float]) -> dict[str, float]:
-        """Weights by passes over each source."""
+        """Return the weights that follow from passes over each source."""
         found = self._numbers("epochs", epochs)
         return {name: float(n * len(self.sources[name])) for name, n in found.items()}
 
@@ -284,7 +289,7 @@ class Mixture:
         return made
 
     def _numbers(self, what: str, given: Mapping[str, float]) -> dict[str, Fraction]:
-        """As they are written: 0.7 is seven tenths."""
+        """Return the numbers as exact decimals: 0.7 is seven tenths."""
         out = {}
         for name, value in given.items():
             if name not in self.sources:
@@ -304,9 +309,9 @@ class Mixture:
 def proved_by(
     fingerprint: str, urls: str | Sequence[str], **reading: Any
 ) -> Tokens | Records | Mixture:
-    """What a run with this fingerprint has read, of the corpora at `urls`, in any order: for who
-    proves or shows it. `reading`: see `CorpusReader`. Raises BadInput if one is missing, or is
-    another."""
+    """Return what a run with this fingerprint has read, from the corpora at `urls` (in any order),
+    for proving or showing it. `reading`: see `CorpusReader`. Raises BadInput if a corpus is
+    missing, or is another one."""
     urls = [urls] if isinstance(urls, str) else urls
     if not fingerprint.startswith(NAMED):
         if len(urls) != 1:
@@ -334,16 +339,18 @@ def proved_by(
 
 
 def _is_source(dataset: Any) -> bool:
-    """A mixture's own weights would count nothing in another one."""
+    """Return whether this is a map-style dataset with samples. A mixture is refused, since its own
+    weights would be ignored in another one."""
     map_style = hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)
     return map_style and len(dataset) > 0 and not isinstance(dataset, Mixture)
 
 
 def _blocks_in(source: Any, shuffle: bool | str | Blocks, lanes: int) -> Blocks | None:
-    """Of a source; None where it is so small that its lanes have next to nothing."""
+    """Return the blocks of a source; None if it is so small that its lanes would be almost
+    empty."""
     assert not isinstance(shuffle, bool)
     if len(source) < GROUPS * lanes:
-        blocks_for(shuffle, 0, len(source), lanes, 1)  # only whether it is one
+        blocks_for(shuffle, 0, len(source), lanes, 1)  # only checks the argument
         return None
     made = blocks_for(shuffle, getattr(source, "block_items", 0), len(source), lanes, 1)
     made.check(Batching(len(source), lanes, 1, 0))

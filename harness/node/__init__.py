@@ -1,1 +1,1 @@
-"""Wires between the processes of one machine."""
+"""Communication between the processes of one machine."""

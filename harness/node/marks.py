@@ -1,8 +1,9 @@
-"""Marks: how an agent, a person or a program asks something of the workers at their next step
-boundary.
+"""Marks: requests of a node agent, a person or a program to the workers, handled at their next step
+boundary. Both ends: the agent writes, each worker reads.
 
-A mark is one small JSON file beside the agent; `touch mark` is enough for a person (an empty mark,
-or one in other words, means: drain). Knows nothing of torch, clouds or the bucket.
+A mark is one small JSON file beside the agent, so no signal handler is needed; `touch mark.json` is
+enough for a person (an empty or malformed mark means: drain). It knows nothing of torch, clouds or
+the bucket.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from harness.core.world import DRAINED, RESIZE, STOPPED
 
 
 class Want(IntEnum):
-    """What is asked; the greatest one wins. All but SNAPSHOT end the epoch after a committed
-    snapshot."""
+    """The request of a mark; the greatest one wins. All but SNAPSHOT end the generation after a
+    committed snapshot."""
 
     NOTHING = 0
     SNAPSHOT = 1
-    RESIZE = 2  # everybody leaves; the agents decide who comes back
-    DRAIN = 3  # everybody leaves, to be continued elsewhere
-    STOP = 4  # everybody leaves, and nobody shall come back by itself
+    RESIZE = 2  # all workers leave; the agents decide which come back
+    DRAIN = 3  # all workers leave, to be continued elsewhere
+    STOP = 4  # all workers leave, and none comes back automatically
 
 
+# in the node's folder: the mark, and the file by which a worker shows that it reads it
+MARK, ATTACHED = "mark.json", "attached"
 EXIT_CODE = {Want.RESIZE: RESIZE, Want.DRAIN: DRAINED, Want.STOP: STOPPED}
 
 
@@ -41,15 +44,30 @@ class Mark:
 
 
 def write(path: Path, want: Want, why: str, deadline_s: float | None = None) -> None:
-    """Atomically; a reader never sees half a mark."""
+    """Write a mark atomically: a reader never sees half a mark."""
     temporary = path.with_suffix(".tmp")
     body = {"want": int(want), "why": why, "deadline_s": deadline_s, "id": secrets.token_hex(4)}
     temporary.write_text(json.dumps(body))
     temporary.replace(path)
 
 
+class MarkFile:
+    """The agent's end of the mark."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def write(self, want: Want, why: str, deadline_s: float | None) -> None:
+        """Write the mark; NOTHING: remove it."""
+        if want is Want.NOTHING:
+            self.path.unlink(missing_ok=True)
+        else:
+            write(self.path, want, why, deadline_s)
+
+
 class MarkReader:
-    """Looks for the mark between two steps; costs one stat() when nothing has changed."""
+    """A worker's end: reads the mark between two steps, and costs one stat() when nothing has
+    changed."""
 
     def __init__(self, path: Path | None):
         self._path, self._stamp, self._mark = path, (0, 0), Mark(Want.NOTHING, "")
@@ -73,7 +91,7 @@ class MarkReader:
                     str(body.get("id", found.st_mtime_ns)),
                 )
             except (ValueError, KeyError, TypeError, RecursionError):
-                # empty, or in somebody's own words
+                # empty or malformed, as written by hand
                 mark = Mark(Want.DRAIN, "touched by hand", None, str(found.st_mtime_ns))
             self._mark = mark
             self._stamp = (found.st_mtime_ns, found.st_ino)
@@ -82,5 +100,5 @@ class MarkReader:
         return self._mark
 
     def answered(self) -> None:
-        """A snapshot that was asked for has been made; do not make it again for the same mark."""
+        """Record that the requested snapshot was made, so that the same mark asks for no other."""
         self._answered = self._mark.id

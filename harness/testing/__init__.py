@@ -1,29 +1,31 @@
-"""Fakes and contracts for authors of policies, clouds and notices; stores: `storage.testing`.
+"""Fakes and contracts for authors of policies, clouds and notice sources.
 
-Contracts are test classes: inherit one, give it a fixture, and pytest runs what our own parts pass.
-docs/EXTENDING.md shows each. They need pytest (`pip install spotharness[testing]`); the fakes do
-not, and nothing is imported before it is asked for.
+For stores see `storage.testing`. Contracts are test classes: inherit one, give it a fixture, and
+pytest runs the tests that our own parts pass. docs/EXTENDING.md shows each. They need pytest (`pip
+install spotharness[testing]`); the fakes do not. Nothing is imported before it is used.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from harness.agent.own_source import sources_of
-    from harness.clouds.aws_imds import AwsImds
-    from harness.clouds.azure_events import AzureScheduledEvents
-    from harness.clouds.gcp_metadata import GcpMetadata
-    from harness.clouds.local import LocalCloud
-    from harness.clouds.metadata import MetadataServer
-    from harness.proof.invariants import Violation
-    from harness.proof.sim import SimResult, simulate, simulate_many
-    from harness.proof.sim_members import SimulatedTraining
-    from harness.proof.sim_world import SimCloud, VirtualClock, Weather
-    from harness.proof.wandb_server import LoopbackRun, WandbServer
-    from harness.testing.clouds import CloudBench, CloudContract
-    from harness.testing.notices import Ear, NoticeBench, NoticeSourceContract
-    from harness.testing.policies import PolicyContract
+    from harness.lab.simulation.invariants import Violation
+    from harness.lab.simulation.sim_nodes import SimulatedTraining
+    from harness.lab.simulation.sim_world import FaultRates, SimCloud, VirtualClock
+    from harness.lab.simulation.simulation import SimResult, simulate, simulate_many
+    from harness.local.aws_metadata import AwsImds
+    from harness.local.azure_metadata import AzureScheduledEvents
+    from harness.local.gcp_metadata import GcpMetadata
+    from harness.local.local_cloud import LocalCloud
+    from harness.local.metadata_server import MetadataServer
+    from harness.notices.custom_source import sources_of
+    from harness.testing.cloud_contract import CloudBench, CloudContract
+    from harness.testing.notice_contract import Ear, NoticeBench, NoticeSourceContract
+    from harness.testing.policy_contract import PolicyContract
     from harness.testing.situations import pending, situation, situations, up
 
 __all__ = [
@@ -32,9 +34,9 @@ __all__ = [
     "CloudBench",
     "CloudContract",
     "Ear",
+    "FaultRates",
     "GcpMetadata",
     "LocalCloud",
-    "LoopbackRun",
     "MetadataServer",
     "NoticeBench",
     "NoticeSourceContract",
@@ -44,8 +46,6 @@ __all__ = [
     "SimulatedTraining",
     "Violation",
     "VirtualClock",
-    "WandbServer",
-    "Weather",
     "pending",
     "simulate",
     "simulate_many",
@@ -55,30 +55,32 @@ __all__ = [
     "up",
 ]
 _HOMES = {
-    "AwsImds": "harness.clouds.aws_imds",
-    "AzureScheduledEvents": "harness.clouds.azure_events",
-    "CloudBench": "harness.testing.clouds",
-    "CloudContract": "harness.testing.clouds",
-    "Ear": "harness.testing.notices",
-    "GcpMetadata": "harness.clouds.gcp_metadata",
-    "SimulatedTraining": "harness.proof.sim_members",
-    "LocalCloud": "harness.clouds.local",
-    "LoopbackRun": "harness.proof.wandb_server",
-    "MetadataServer": "harness.clouds.metadata",
-    "NoticeBench": "harness.testing.notices",
-    "NoticeSourceContract": "harness.testing.notices",
-    "PolicyContract": "harness.testing.policies",
-    "SimCloud": "harness.proof.sim_world",
-    "SimResult": "harness.proof.sim",
-    "Violation": "harness.proof.invariants",
-    "VirtualClock": "harness.proof.sim_world",
-    "WandbServer": "harness.proof.wandb_server",
-    "Weather": "harness.proof.sim_world",
-    "simulate": "harness.proof.sim",
-    "simulate_many": "harness.proof.sim",
-    "sources_of": "harness.agent.own_source",
+    "AwsImds": "harness.local.aws_metadata",
+    "AzureScheduledEvents": "harness.local.azure_metadata",
+    "CloudBench": "harness.testing.cloud_contract",
+    "CloudContract": "harness.testing.cloud_contract",
+    "Ear": "harness.testing.notice_contract",
+    "GcpMetadata": "harness.local.gcp_metadata",
+    "SimulatedTraining": "harness.lab.simulation.sim_nodes",
+    "LocalCloud": "harness.local.local_cloud",
+    "MetadataServer": "harness.local.metadata_server",
+    "NoticeBench": "harness.testing.notice_contract",
+    "NoticeSourceContract": "harness.testing.notice_contract",
+    "PolicyContract": "harness.testing.policy_contract",
+    "SimCloud": "harness.lab.simulation.sim_world",
+    "SimResult": "harness.lab.simulation.simulation",
+    "Violation": "harness.lab.simulation.invariants",
+    "VirtualClock": "harness.lab.simulation.sim_world",
+    "FaultRates": "harness.lab.simulation.sim_world",
+    "simulate": "harness.lab.simulation.simulation",
+    "simulate_many": "harness.lab.simulation.simulation",
+    "sources_of": "harness.notices.custom_source",
 }
-_CONTRACTS = ("clouds", "notices", "policies")  # modules of this package that need pytest
+_CONTRACTS = (
+    "cloud_contract",
+    "notice_contract",
+    "policy_contract",
+)  # modules of this package that need pytest
 
 
 def __getattr__(name: str) -> Any:
@@ -93,9 +95,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _rewrite(home: str) -> None:
-    """Let failures of a contract show what was compared. Raises ImportError without pytest."""
-    import sys
-
+    """Let failures of a contract show the compared values. Raises ImportError without pytest."""
     if home.rpartition(".")[2] not in _CONTRACTS or home in sys.modules:
         return
     try:
@@ -110,3 +110,27 @@ def _rewrite(home: str) -> None:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+# Bounded waits in tests for a condition, on any clock.
+
+T = TypeVar("T")
+
+WITHIN_S = 60.0  # generous, because test machines are busy
+
+
+def until(
+    condition: Callable[[], T],
+    what: str,
+    within_s: float = WITHIN_S,
+    sleep: Callable[[float], object] = time.sleep,
+    every_s: float = 0.02,
+) -> T:
+    """Return the first true result of `condition`. Raises AssertionError after `within_s` seconds
+    of the clock that `sleep` advances."""
+    waited_s = 0.0
+    while not (found := condition()):
+        assert waited_s < within_s, f"waited {within_s:g} s for {what}"
+        sleep(every_s)
+        waited_s += every_s
+    return found

@@ -17,24 +17,24 @@ OFFERS = (CHEAP, MIDDLE, DEAR, ON_DEMAND)
 
 
 def up(attempt: int, offer: Offer = CHEAP, since_s: float = 1.0) -> Node:
-    """A node that is up since a time of the view's clock."""
+    """Return a node that is up since `since_s` on the view's clock."""
     return Node(attempt, offer, NodeState.UP, asked_s=since_s - 1.0, up_s=since_s)
 
 
 def pending(attempt: int, offer: Offer = CHEAP, since_s: float = 0.0) -> Node:
-    """A node that was asked for, and is not there yet."""
+    """Return a node that was requested and is not up yet."""
     return Node(attempt, offer, NodeState.PENDING, asked_s=since_s)
 
 
 def situation(*alive: Node, offers: tuple[Offer, ...] = OFFERS, **changes: Any) -> View:
-    """A view 1000 s into a run that wants 1 to 2 nodes; `changes`: other fields of `View`."""
+    """Return a view 1000 s into a run of 1 to 2 nodes. `changes`: other fields of `View`."""
     view = View(now_s=1000.0, started_s=0.0, min_nodes=1, max_nodes=2, alive=alive, offers=offers)
     return dataclasses.replace(view, **changes)
 
 
 def situations(seed: int, n: int = 50) -> Iterator[View]:
-    """Views of all sorts, always the same for a seed: no offers, all full, all lost, doubted
-    nodes, money and time nearly spent."""
+    """Yield varied views, always the same for a seed: no offers, all full, all lost, doubted nodes,
+    money and time nearly spent."""
     rng = random.Random(seed)
     for _ in range(n):
         least = rng.randint(1, 3)

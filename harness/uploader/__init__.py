@@ -1,1 +1,1 @@
-"""The process that sends a node's snapshots, and who talks to it."""
+"""The process that uploads a node's snapshots, and its clients."""

@@ -1,1 +1,1 @@
-"""The process of the user's script: `harness.attach()` and what is beneath it."""
+"""The worker: the process of the user's script, with `harness.attach()` and its implementation."""

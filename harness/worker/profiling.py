@@ -1,8 +1,8 @@
-"""A trace of some steps by torch's profiler, and of a GPU's memory, in the run's bucket: `harness
+"""Traces of some steps and of a GPU's memory, by torch's profiler, in the run's bucket: `harness
 run --profile 20:23`, or HARNESS_PROFILE. Runs in the worker.
 
-Every rank makes its own. While these steps run they are slower; the files are written and sent
-beside the steps after them. Whatever goes wrong is told, and training goes on.
+Every rank makes its own. The profiled steps are slower; the files are written and uploaded during
+the steps after them. Errors are reported, and training goes on.
 """
 
 from __future__ import annotations
@@ -19,33 +19,38 @@ import torch
 
 from harness.bucket.layout import profile_key
 from harness.core.facts import ProfileTaken
-from harness.core.steps_asked import StepsAsked
-from harness.worker.run import Run
-from storage.errands import start_thread
+from harness.core.flags import StepsAsked
+from harness.worker.run_context import Run
 from storage.errors import StoreError
+from storage.tensors.tensor_threads import start_thread
 
-MOST_NBYTES = 256 << 20  # of a file; a greater one stays away from the bucket
-MOST_ENTRIES = 100_000  # of the memory's history
-WAIT_S = 60.0  # for files to be sent when the training is done
+MOST_NBYTES = 256 << 20  # bytes of a file; a larger one is not uploaded
+MOST_ENTRIES = 100_000  # entries of the memory's history
+WAIT_S = 60.0  # for uploads when the training is done
 TRACE, MEMORY = "trace.json.gz", "memory.pickle"
 
 
 class Profile:
-    """Of the steps `asked`; None: of none."""
+    """The profiler of the steps that `asked` names ("20:23"); "": none."""
 
     def __init__(self, run: Run, device: torch.device, asked: str):
         self._run, self._on_gpu = run, device.type == "cuda"
         self._asked: StepsAsked | None = None
-        self._first = self._last = 0  # that were really seen
+        self._first = self._last = 0  # steps that were actually profiled
         self._profiler: Any = None
         self._sending: threading.Thread | None = None
         if asked and run.url:
             with self._guarded("HARNESS_PROFILE"):
                 self._asked = StepsAsked.parse(asked)
 
+    @property
+    def is_asked(self) -> bool:
+        """True if steps to come are to be profiled, or are being profiled."""
+        return self._asked is not None or self._profiler is not None
+
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Any:
-        """Whatever the profiler raises, it is no reason to end a training."""
+        """Turn any error into a warning, since no error of the profiler may end a training."""
         try:
             yield
         except Exception as e:
@@ -76,7 +81,7 @@ class Profile:
         self._profiler, self._first, self._last = profiler, step, step - 1
 
     def stop(self) -> None:
-        """No step of those asked follows. What was seen is written and sent from here on."""
+        """Stop profiling, and begin to write and upload the profile in a thread."""
         profiler, self._profiler, self._asked = self._profiler, None, None
         if profiler is None:
             return
@@ -93,11 +98,11 @@ class Profile:
                 self._sending = start_thread("profile", send)
 
     def wait(self) -> None:
-        """The training is done: what is on its way may arrive."""
+        """Wait at most `WAIT_S` for the upload, once the training is done."""
         if self._sending is not None:
             self._sending.join(WAIT_S)
 
-    # ---- beside ----------------------------------------------------------------------------------
+    # ---- in a thread -----------------------------------------------------------------------------
     def _send(self, profiler: Any, folder: tempfile.TemporaryDirectory[str]) -> None:
         with self._guarded("profile"), folder as name:
             profiler.export_chrome_trace(str(Path(name) / TRACE))
@@ -119,13 +124,14 @@ class Profile:
                 self._told(ProfileTaken(epoch, rank, self._first, self._last, tuple(keys), nbytes))
 
     def _told(self, fact: ProfileTaken) -> None:
-        with contextlib.suppress(StoreError):  # the files are there all the same
+        with contextlib.suppress(StoreError):  # the files are uploaded all the same
             self._run.fact_here(fact)
         print(f"harness: profile of steps {fact.first} to {fact.last}: {fact.keys[0]}", flush=True)
 
 
 def _memory_history(name: str) -> Callable[..., Any]:
-    """A function of torch's that is not promised to stay. Raises RuntimeError where it has not."""
+    """Return a private function of torch.cuda.memory. Raises RuntimeError if this torch has none of
+    that name."""
     found = getattr(torch.cuda.memory, name, None)
     if found is None:
         raise RuntimeError(f"torch {torch.__version__} has no torch.cuda.memory.{name}")

@@ -1,4 +1,4 @@
-"""The user's front door: `harness.attach()`. Runs in the worker, one per GPU.
+"""The session, which scripts get from `harness.attach()`. Runs in the worker, one per GPU.
 
     run = harness.attach(seed=0)
     run.prepare(model, optimizer, scheduler=scheduler)
@@ -7,75 +7,122 @@
             step.backward(loss_fn(model(x), y))             # the mean over the micro-batch
         step.update(clip_norm=1.0)
 
-It keeps three promises: the samples of step k and the global batch are the same on any number of
-ranks; a snapshot is committed or absent; all ranks act on a notice at the same step boundary. It
-finds its place in the environment that the agent (or plain torchrun) sets; without any it is an
-ordinary single process.
+It guarantees that the samples of step k and the global batch are the same on any number of ranks;
+that a snapshot is committed or absent; and that all ranks act on a notice at the same step
+boundary. It reads its rank from the environment that the agent (or plain torchrun) sets; without
+one, it is an ordinary single process.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from harness.bucket.journal import Journal
+from harness.core import extensions
 from harness.core.batch import Batching, Plan, TooManyRanks
-from harness.core.blocks import Blocks
-from harness.core.losses import RunLosses
-from harness.core.meshes import AskedMesh
+from harness.core.facts import StepDone
+from harness.core.loss_rates import RunLosses
+from harness.core.mesh import AskedMesh
+from harness.core.sample_order import Blocks
 from harness.core.world import BadInput
-from harness.node.progress import WorkerPhase
-from harness.worker import machine
-from harness.worker.data_peers import DataPeers
-from harness.worker.feed import Feed
-from harness.worker.hands import Hands
-from harness.worker.hold import Hold
-from harness.worker.loader import MicroBatch, Stream, seed_everything
-from harness.worker.own_loop import SCRIPT_WORLD
-from harness.worker.parallel import Strategy
-from harness.worker.peers import Peers
-from harness.worker.plain_loops import PlainLoops
+from harness.node.heartbeat import WorkerPhase
+from harness.node.marks import Want
+from harness.uploader.node_tiers import data_peers
+from harness.worker import boundary, snapshot_timer
+from harness.worker.batches.feed import Feed, rehearse
+from harness.worker.batches.loader import MicroBatch, Stream, seed_everything
+from harness.worker.boundary import Boundary
+from harness.worker.gradients.fixed_point import WORDS
+from harness.worker.gradients.parallel import Strategy
+from harness.worker.gradients.sharding import check_unwrapped
+from harness.worker.process_group import Peers
 from harness.worker.profiling import Profile
-from harness.worker.rates import Rates
-from harness.worker.rehearsal import rehearse
-from harness.worker.resume import LastSeen, Resume, look_again_s
-from harness.worker.rhythm import Rhythm
-from harness.worker.rounding import WORDS
-from harness.worker.run import Run
+from harness.worker.run_context import SCRIPT_WORLD, Run
 from harness.worker.setup_check import SetupCheck
-from harness.worker.sharding import check_unwrapped
-from harness.worker.snapshotter import Snapshotter
-from harness.worker.step import Work
-from harness.worker.steplog import StepLog
-from harness.worker.steps import Step
-from harness.worker.timing import PhaseTimer, marks_of
-from harness.worker.training import Training
-from harness.worker.votes import Votes
-from storage.objects import ObjectStore
-from storage.retention import AGES_H, Keep
-from storage.snapshots import Snapshots
+from harness.worker.snapshot_timer import Rhythm
+from harness.worker.snapshotter import (
+    NewestCommitted,
+    Resume,
+    Snapshotter,
+    StagingBuffers,
+    look_again_s,
+)
+from harness.worker.step import Step, Votes, Work
+from harness.worker.step_log import StepLog
+from harness.worker.step_timing import PhaseTimer, Rates, marks_of
+from harness.worker.training_state import Training
+from storage.snapshots.retention import AGES_H, Keep
+from storage.snapshots.snapshots import Snapshots
+from storage.stores.objects import ObjectStore
+from storage.tiers.tiers import Tier
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+# Reading of data through the caches of the other nodes of a world.
+
+
+@runtime_checkable
+class ReadsNearby(Protocol):
+    """A dataset that keeps what it reads in caches of its node, like those of `harness.data`."""
+
+    @property
+    def caches(self) -> Mapping[str, int]:
+        """The folders of its caches, each with its limit in bytes."""
+
+    def ask_peers(self, peers: Tier | None, nodes: int, once: bool) -> None:
+        """Read through the caches of other nodes from now on; `peers` None: no longer. `nodes`,
+        `once`: see `harness.data.chunk_reader.Chunks.ask_peers`. Any thread may call it."""
+
+
+class DataPeers:
+    """The other nodes' caches, as datasets of this process use them. `nodes`: in this world."""
+
+    def __init__(self, hold: StagingBuffers, store: ObjectStore, nodes: int):
+        self._hold, self._store, self._nodes = hold, store, nodes
+
+    def meet(self, dataset: object, once: bool) -> None:
+        """Connect a dataset to the other nodes' caches in a thread; return at once. `once`: each
+        item is read by one node only in a pass over the data."""
+        if not isinstance(dataset, ReadsNearby):
+            return
+        dataset.ask_peers(None, 1, once)  # drops the peers of the previous world
+        if self._nodes > 1 and dataset.caches:
+            threading.Thread(
+                target=self._meet, args=(dataset, once), name="data-peers", daemon=True
+            ).start()
+
+    def _meet(self, dataset: ReadsNearby, once: bool) -> None:
+        courier, told = self._hold.courier, dict[str, object]()
+        for folder, nbytes in dataset.caches.items():
+            told = courier.open_data(folder, nbytes)
+        if (peers := data_peers(told, self._store)) is not None:
+            dataset.ask_peers(peers, self._nodes, once)
+
+
 @dataclass(frozen=True)
 class Options:
-    """What `attach` was given; see there."""
+    """The arguments of `attach`; see there."""
 
     seed: int
     run: str | None
-    interval: machine.Interval
+    interval: snapshot_timer.Interval
     keep: Keep
     reduce: str
     replica_ranks: int | None
@@ -89,8 +136,11 @@ class Options:
     on_change: str | None
 
 
-class Session(PlainLoops):
-    """See the module's docstring. Made by `attach`."""
+MOST_STEPS = 1000  # between two safe points; if there are more, none are recorded
+
+
+class Session:
+    """A script's session (see the module's docstring), made by `attach`."""
 
     def __init__(self, environ: dict[str, str], options: Options):
         o, reduce = options, options.reduce
@@ -98,28 +148,29 @@ class Session(PlainLoops):
             raise BadInput(f"reduce={reduce!r} is not known; wanted 'fast', 'exact' or 'exact32'")
         self.seed, self.reduce = o.seed, reduce
         peers = self._peers = Peers(environ, o.replica_ranks, o.mesh)
-        self._said_world = environ.get(SCRIPT_WORLD, "")
-        # `harness replay` re-executes a part of a run
+        # the ranks that an unchanged script is assumed to be written for; "": not said
+        self.said_world = environ.get(SCRIPT_WORLD, "")
+        # `harness runs replay` re-executes a part of a run
         until = int(environ.get("HARNESS_UNTIL_STEP", 1 << 62))
         _determine(peers.device, reduce, o.deterministic)
         if peers.device.type == "cuda":
             torch.cuda.set_device(peers.device)
         seed_everything(o.seed)
         peers.meet(environ, o.backend, o.timeout_s)
-        look_again_s(environ)  # refused before the bucket is opened
+        look_again_s(environ)  # refuses a bad value before the bucket is opened
         joined = self._run = Run(peers, o.run or environ.get("HARNESS_RUN"), environ)
         self._setup = SetupCheck(peers, joined, o.config, o.on_change, environ)
         mark = Path(environ["HARNESS_MARK"]) if "HARNESS_MARK" in environ else None
         votes = Votes(mark, leads=peers.rank == 0)
         votes.listen()
         seen_path = mark.with_name("seen.json") if mark else None
-        last_seen = LastSeen(seen_path, joined.url, writes=peers.local_rank == 0)
+        last_seen = NewestCommitted(seen_path, joined.url, writes=peers.local_rank == 0)
         training, rates = Training(peers, reduce), Rates(peers.device, o.peak_flops)
         nodes = max(1, int(environ.get("GROUP_WORLD_SIZE", 1)))
         losses = RunLosses(environ.get("HARNESS_PLACE", ""), nodes)
         timer, rhythm = PhaseTimer(marks_of(peers.device)), Rhythm(o.interval, losses)
         log = StepLog(joined, rates, timer)
-        hold = Hold(peers, joined, environ.get("HARNESS_STAGE"))
+        hold = StagingBuffers(peers, joined, environ.get("HARNESS_STAGE"))
         snapshotter = Snapshotter(peers, joined, training, log, hold, rhythm, last_seen, o.keep)
         resume = Resume(peers, joined, training, hold, last_seen, environ)
         here = int(environ.get("LOCAL_WORLD_SIZE", 1))
@@ -129,13 +180,15 @@ class Session(PlainLoops):
         self._work = Work(
             peers, joined, training, feed, log, rates, rhythm, snapshotter, votes, timer
         )
-        # an agent waits for the script's end, and `conclude` is called then
-        state = machine.SessionState(by_script=mark is not None, stored=bool(joined.url))
+        # with an agent, `conclude` is called at the script's end
+        state = boundary.SessionState(by_script=mark is not None, stored=bool(joined.url))
         late = peers.device.type != "cpu" if o.votes_late is None else o.votes_late
-        self._hands = Hands(self._work, hold, resume, state, until, late)
+        self._hands = Boundary(self._work, hold, resume, state, until, late)
+        # step and end of the last safe point (perf_counter); None: there was none
+        self._safe: tuple[int, float] | None = None
         self._profile = Profile(joined, peers.device, environ.get("HARNESS_PROFILE", ""))
 
-    # ---- what the script may look at -------------------------------------------------------------
+    # ---- properties for the script ---------------------------------------------------------------
     @property
     def rank(self) -> int:
         return self._peers.rank
@@ -150,14 +203,14 @@ class Session(PlainLoops):
 
     @property
     def replica_ranks(self) -> int:
-        """Ranks of each replica: they hold one copy of the model together, and are given the same
-        micro-batches."""
+        """Number of ranks of each replica. These are given the same micro-batches, and hold one
+        copy of the model together."""
         return self._peers.replica_ranks
 
     @property
     def replica(self) -> int:
-        """The replica that this rank is in: 0, 1, ... below `replicas`. Share other data than the
-        training's (a validation set) out by it."""
+        """The replica that this rank is in: 0, 1, ... below `replicas`. Use it to distribute other
+        data than the training's, such as a validation set."""
         return self._peers.replica
 
     @property
@@ -166,9 +219,9 @@ class Session(PlainLoops):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The world as a mesh of the dimensions that `attach(mesh=...)` named, "dp_replicate"
-        before them; without one of "replicas" and "ranks" (of one replica). For models that are
-        split between ranks. All ranks ask for it at the same point."""
+        """The world as a device mesh, for models that are split between ranks. Its dimensions are
+        those of `attach(mesh=...)` after "dp_replicate"; without that, "replicas" and "ranks" (of
+        one replica). All ranks must first read it at the same point."""
         return self._peers.mesh
 
     @property
@@ -189,7 +242,7 @@ class Session(PlainLoops):
 
     @property
     def journal(self) -> Journal | None:
-        """Rank 0's; None on the others."""
+        """The journal of facts on rank 0; None on the other ranks."""
         return self._run.journal
 
     @property
@@ -198,27 +251,27 @@ class Session(PlainLoops):
 
     @property
     def step(self) -> int:
-        """Optimizer updates done."""
+        """Number of optimizer updates done."""
         return self._run.step
 
     @property
     def batching(self) -> Batching:
-        """Of the newest `steps`."""
+        """The batching of the newest `steps`."""
         return self._work.batching
 
     @property
     def plan(self) -> Plan:
-        """Of the newest `steps`."""
+        """The plan of the newest `steps`."""
         return self._work.feed.plan
 
     @property
     def strategy(self) -> Strategy:
-        """How gradients are summed; of what was prepared."""
+        """The strategy that sums the gradients of the prepared model."""
         return self._work.training.strategy
 
     @property
     def stream(self) -> Stream | None:
-        """Of data that is read in order only."""
+        """The stream, for data that can only be read in order; else None."""
         return self._work.feed.stream
 
     @property
@@ -229,25 +282,25 @@ class Session(PlainLoops):
     def scaler(self) -> Any:
         return self._work.training.scaler
 
-    # ---- what the script calls -------------------------------------------------------------------
+    # ---- methods for the script ------------------------------------------------------------------
     def print(self, *values: Any) -> None:
         self._peers.print(*values)
 
     def sum(self, value: float | torch.Tensor) -> float:
-        """The sum over all replicas (of what the first rank of each gives), rounded once, so that
-        it does not depend on their order. Every rank must call it."""
+        """Return the sum of the values of each replica's first rank, rounded once, so that it does
+        not depend on their order. Every rank must call it."""
         self._peers.life.tell()
         return self._peers.sum(value)
 
     def log(self, **metrics: float) -> None:
-        """Metrics of the step that was just updated (validation loss...); they go into its
-        record. All ranks may call it."""
+        """Add metrics (a validation loss, ...) to the record of the step that was just updated. All
+        ranks may call it."""
         self._peers.life.tell()
         self._work.log.log({k: float(v) for k, v in metrics.items()})
 
     def alive(self) -> None:
-        """A sign of life, for work between two steps that takes far longer than a step (a long
-        validation): else the agent takes the silence for a hang."""
+        """Send a heartbeat during work between two steps that takes far longer than a step (a long
+        validation); otherwise the agent takes the silence for a hang."""
         self._peers.life.tell()
 
     def prepare(
@@ -262,30 +315,31 @@ class Session(PlainLoops):
         after_update: Collection[str] = (),
         strategy: Strategy | None = None,
     ) -> nn.Module:
-        """Say what makes up the training state: model, optimizers, scheduler, GradScaler, and
-        (`state`) anything else with `state_dict` and `load_state_dict`, by name: {"ema": ema}.
-        Raises BadInput for what cannot be saved or trained, naming it.
+        """Declare the training state: model, optimizers, scheduler, GradScaler, and (`state`)
+        anything else with `state_dict` and `load_state_dict`, by name: {"ema": ema}. Return the
+        model. Raises BadInput, naming the object that cannot be saved or trained.
 
-        The model moves to this rank's device (its parameters stay the same objects); its gradients
-        will be summed over ranks. Optimizers must be made of its parameters, and of no others.
-        `after_update`: names of `state` (an average of the weights) whose tensors change, if at
-        all, between `step.update()` and the end of the loop's body, as an `AveragedModel`'s are
-        taken to: a snapshot copies them beside the next forward and backward. Others it copies
-        while training stands still. Who breaks the promise loses that snapshot, is told so, and is
-        not believed again.
+        The model moves to this rank's device (its parameters stay the same objects), and its
+        gradients will be summed over ranks. Optimizers must have parameters of this model only.
+        `after_update`: names in `state` (an average of the weights) whose tensors change only
+        between `step.update()` and the end of the loop's body. `AveragedModel`s are assumed to. A
+        snapshot copies these during the next forward and backward, and all others while training
+        stands still. If one changes at another time, that snapshot is dropped with a warning, and
+        from then on all state is copied while training stands still.
 
-        State must be the same on all ranks: it is compared after the first step, and what
-        optimizers do not change with each snapshot. What differs is refused (BadInput, naming it)
-        unless `per_rank` names it: then each rank's is stored, and given back to the same rank in a
-        world of the same size. In a world of another size the object's `load_state_dicts(states)`
-        gets those of all ranks, in order; without such a method resuming there is refused. Buffers
-        of the model that forwards change every rank takes from rank 0 after each step, as
-        DistributedDataParallel does; with exact sums they must be the same. BatchNorm's averages
-        are made of all micro-batches of a step, in their order, on any world.
+        State must be the same on all ranks. It is compared after the first step, and the part that
+        optimizers do not change again with each snapshot. Raises BadInput for state that differs,
+        unless `per_rank` names it: then each rank's is stored, and loaded by the same rank in a
+        world of the same size. In a world of another size, the object's `load_state_dicts(states)`
+        gets the states of all ranks, in order; without this method, resuming there is refused.
+        Buffers of the model that forwards change are copied from rank 0 after each step, as in
+        DistributedDataParallel; with exact sums they must be the same. BatchNorm's averages are
+        computed from all micro-batches of a step, in order, on any world.
 
         `strategy`: how gradients are summed, for a model that is split between the ranks of a
-        replica (`harness.worker.parallel.Strategy`); None: as the model's parameters ask for, plain
-        data parallelism or FSDP2.
+        replica (`harness.worker.gradients.parallel.Strategy`); None: plain data parallelism or
+        FSDP2,
+        depending on the model's parameters.
         """
         optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         self._work.training.prepare(
@@ -307,24 +361,23 @@ class Session(PlainLoops):
         tokens_per_sample: int = 0,
         flops_per_sample: float | str = 0.0,
     ) -> Iterator[Step]:
-        """The steps that are still to do, after resuming from the newest valid snapshot.
-        `global_batch` and `micro_batch` in samples.
+        """Yield the remaining steps, after resuming from the newest valid snapshot. `global_batch`
+        and `micro_batch` are in samples.
 
-        `shuffle`: "blocks" or `Blocks(...)` keep reads sequential; `num_workers` read ahead, or a
-        thread does (docs/DATA.md). `tokens_per_sample`, and the model's `flops_per_sample` (forward
-        and backward), are for reports only: tokens per second, and how much of the devices' peak is
-        used (MFU). Instead of a number: "6PT" (six times parameters times tokens), or "counted":
-        torch counts the first micro-batch, and what activation checkpointing computes again (HFU).
+        `shuffle`: "blocks" or `Blocks(...)` keep reads sequential. `num_workers` processes, or a
+        thread, read ahead (docs/DATA.md). `tokens_per_sample`, and the model's `flops_per_sample`
+        (forward and backward), are only for reports: tokens per second, and the used part of the
+        devices' peak (MFU). Instead of a number: "6PT" (six times parameters times tokens), or
+        "counted": torch counts the first micro-batch, including recomputation (HFU).
 
-        `total` counts from the run's first step; or `epochs`: so many passes over the data
-        (`step.epoch`, `step.ends_epoch`). The step that reaches it is committed at once, so
-        that what the script does afterwards (a validation, an export) can lose nothing. It may be
-        called again with a greater total, once per epoch for example, and goes on. The run ends
-        when the script ends with status 0: also after a `break` or `return` out of the loop, which
-        must happen at the same step on every rank; then the training state as it is at the script's
-        end is committed as the final snapshot. A script that fails has not ended the run. To end it
-        at once, or without an agent (plain torchrun, a single process), call `finish` after the
-        loop.
+        `total` counts from the run's first step. `epochs`, instead: the number of passes over the
+        data (`step.epoch`, `step.ends_epoch`). The step that reaches it is committed at once, so
+        that nothing the script does afterwards (a validation, an export) can lose it. `steps` may
+        be called again with a greater total, for example once per epoch. The run ends when the
+        script ends with status 0. That holds after a `break` or `return` out of the loop too, which
+        must happen at the same step on every rank: the training state at the script's end is
+        committed as the final snapshot. A script that fails does not end the run. To end it at
+        once, or without an agent (plain torchrun, a single process), call `finish` after the loop.
         """
         training, feed = self._work.training, self._work.feed
         if training.model is None:
@@ -347,7 +400,7 @@ class Session(PlainLoops):
         self._announce(identity)
         self._setup.settle()
         seed_everything(self.seed)
-        self._hands.turn(machine.Looped())
+        self._hands.turn(boundary.Looped())
         if stream is not None and not self.step:
             self._try_out(dataset)
         batches = feed.batches(self.step + 1, total, num_workers, self._run.warn_anywhere)
@@ -361,19 +414,21 @@ class Session(PlainLoops):
         finally:
             self._work.timer.rest()
             self._profile.stop()
-        self._hands.turn(machine.Reached())
+        self._hands.turn(boundary.Reached())
         self._profile.wait()
 
     def _try_out(self, stream: Any) -> None:
-        """Before the first step. Raises BadInput."""
+        """Test, before the first step, whether the stream can be resumed. Raises BadInput."""
         if self._run.url:
             self._run.warn_of(self._peers.agree(lambda: rehearse(stream)))
             seed_everything(self.seed)
 
     def _loop(self, batches: Generator[MicroBatch, None, None], total: int) -> Iterator[Step]:
-        with closing(batches):  # what fetches ahead ends here: a script may keep its last step
+        profiles = (self._profile,) if self._profile.is_asked else ()
+        with closing(batches):  # ends prefetching even if the script keeps its last step
             while self.step < total and not self._hands.enough:
-                self._profile.before(self.step + 1)
+                for profile in profiles:
+                    profile.before(self.step + 1)
                 step = Step(self._work, self.step + 1, batches)
                 self._peers.life.tell(WorkerPhase.COMPUTE, self.step)
                 yield step
@@ -383,36 +438,144 @@ class Session(PlainLoops):
                         "step"
                     )
                 self._hands.boundary()
-                self._profile.after(step.number)
+                for profile in profiles:
+                    profile.after(step.number)
 
     def _announce(self, identity: dict[str, Any]) -> None:
         self._setup.announce()
-        first_version = partial(self._work.feed.first_version, self._work.training.model)
-        self._run.identify(identity, first_version)
+        self._run.identify(identity)
 
     def _shrink(self, why: TooManyRanks) -> None:
-        """Leave, so that a smaller world is formed, if one can be: from run.json, which is there
-        now, all nodes know how many ranks a step has work for. Raises SystemExit, BadInput."""
+        """Leave, so that a smaller world is formed, if that is possible. All nodes can now read in
+        run.json how many ranks a step has work for. Raises SystemExit, BadInput."""
         self._peers.print(f"harness: {why}")
-        self._hands.turn(machine.Overfull(self._run.fits_in(why.room), str(why)))
+        self._hands.turn(boundary.Overfull(self._run.fits_in(why.room), str(why)))
+
+    # ---- loops of the script's own ---------------------------------------------------------------
+    def resume(self) -> int:
+        """Load the newest valid snapshot into the objects given to `prepare`. Return its step (0:
+        a fresh start).
+
+        `steps` and `loader` call it. Call it only in a loop of your own, followed by `safe_point`
+        after each step and `finish` after the last.
+        """
+        self._setup.settle()
+        self._hands.resume()
+        self._safe = self._run.step, time.perf_counter()
+        return self._run.step
+
+    def safe_point(self, step: int, loss: float | None = None, samples: int = 0) -> None:
+        """Mark that `step` optimizer steps are done on every rank, in a training loop of your own
+        that sums its gradients itself (torch's DistributedDataParallel). It takes a snapshot when
+        one is due, and leaves when requested, on all ranks together (SystemExit). Every rank calls
+        it, at the same steps. Random draws between two calls are the script's responsibility.
+
+        `loss` (rank 0's) and `samples` (of all ranks, since the last safe point) are for reports.
+        The samples that were read are not verified here; `loader` and `steps` do that.
+        """
+        self._tell_steps(step, math.nan if loss is None else float(loss), samples)
+        self._run.step = step
+        self._hands.turn(boundary.Begun())
+        self._peers.life.tell(WorkerPhase.REDUCE, step)
+        wants = torch.zeros(len(Want) + 1, dtype=torch.int64)
+        self._work.votes.cast(wants[:-1], self._work.snapshotter.due)
+        wants[-1] = bool(self._work.votes.enough)
+        if self._peers.control is not None:
+            dist.all_reduce(wants, group=self._peers.control)
+        self._peers.life.tell(WorkerPhase.COMPUTE, step)
+        self._hands.count(wants[:-1], int(wants[-1]))
+        # the loop may change the state next, so it must not be needed for the snapshot any more
+        self._work.snapshotter.finish_staging()
+        self._safe = step, time.perf_counter()
+
+    def _tell_steps(self, step: int, loss: float, samples: int) -> None:
+        """Record the steps since the last safe point, as if each took equally long."""
+        now = time.time()
+        if self._safe is None or not 0 < (steps := step - self._safe[0]) <= MOST_STEPS:
+            return
+        each_s = (time.perf_counter() - self._safe[1]) / steps
+        optimizers = self._work.training.optimizers
+        lr = float(optimizers[0].param_groups[0]["lr"]) if optimizers else 0.0
+        for i in range(steps):
+            begin_s = now - (steps - i) * each_s
+            number, few = self._safe[0] + i + 1, samples // steps
+            self._run.fact(StepDone(number, self._run.epoch, loss, begin_s, each_s, few, lr=lr))
+
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        sampler: Any = None,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        tokens_per_sample: int = 0,
+        flops_per_sample: float | str = 0.0,
+        **options: Any,
+    ) -> Any:
+        """Return a DataLoader of this rank's micro-batches, for a loop of the script's own over
+        epochs (`harness/loops/loop_loader.py` shows one). `global_batch` and `micro_batch` are in
+        samples; a step is one global batch, on any number of ranks. The order of all samples comes
+        from `sampler`, the same on every rank (not DistributedSampler), or from `shuffle`.
+        `drop_last`: leave out an incomplete global batch at the end of an epoch. `options`: those
+        of torch's DataLoader (num_workers, collate_fn, ...). For `tokens_per_sample` and
+        `flops_per_sample` see `steps`.
+
+        It resumes when the script first reads its epoch or its data, so call `prepare` before
+        that. Raises BadInput.
+        """
+        loader = extensions.load(extensions.LOADER, "run.loader")
+        return loader(
+            self,
+            dataset,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            sampler=sampler,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            tokens_per_sample=tokens_per_sample,
+            flops_per_sample=flops_per_sample,
+            **options,
+        )
+
+    @functools.cached_property
+    def files(self) -> Any:
+        """The checkpoints that the script writes itself, instead of `prepare`; see
+        `harness/loops/loop_files.py`."""
+        return extensions.load(extensions.FILES, "run.files")(self)
+
+    def stop(self, reason: str) -> None:
+        """End the run on all ranks together: no more steps are yielded, and the final snapshot
+        records `reason`. A call on one rank is enough; the others may call it too. After a step's
+        update, the next step is the last; between two epochs of `loader.epochs`, none follows."""
+        if not reason:
+            raise BadInput("run.stop(reason): wanted why the run ends, for people; found nothing")
+        self._work.votes.enough = reason
+
+    @property
+    def stopped(self) -> str:
+        """The reason why the run ends, once all ranks have agreed at a step boundary; "": it does
+        not end. It is for loops with `safe_point`; the other loops end without it."""
+        return self._hands.enough
 
     def finish(self) -> None:
-        """End the run here: commit the final snapshot and wait until it is there. Every rank must
+        """End the run here: commit the final snapshot and wait until it is durable. Every rank must
         call it, at the same step.
 
-        After `steps` it is needed only where no agent waits for the script's end, or to end the run
-        before that; after a loop of your own it says that the loop was the whole training. Raises
+        After `steps` it is needed only without an agent, which waits for the script's end, or to
+        end the run earlier. After a loop of your own it marks the training as complete. Raises
         StoreError, CommitTimeout.
         """
-        self._hands.turn(machine.Finished())
+        self._hands.turn(boundary.Finished())
 
     def conclude(self) -> None:
-        """The script has ended with status 0, on this rank. Of a run with an agent that is the end,
-        wherever the loop was left.
+        """Record that the script has ended with status 0, on this rank. With an agent that ends the
+        run, wherever the loop was left.
 
-        Raises BadInput if it cannot be.
+        Raises BadInput if the run cannot end here.
         """
-        self._hands.turn(machine.Ended())
+        self._hands.turn(boundary.Ended())
 
 
 def attach(
@@ -436,49 +599,49 @@ def attach(
     config: Any = None,
     on_change: str | None = None,
 ) -> Session:
-    """Join the run that the environment names.
+    """Join the run that the environment names, and return this process's session.
 
-    `seed` decides data order and all randomness. `run`: its URL; None: what the agent says.
+    `seed` determines data order and all randomness. `run`: the run's URL; None: the agent's.
     Snapshot interval: every `snapshot_every_steps` steps, or every `snapshot_every_s` seconds, or
-    (neither) derived from what a snapshot costs and from how often work is lost here
-    (docs/SNAPSHOTS.md). `keep_*`: see `storage.Keep`; the metric is one that the script logs,
-    "loss:min", or that a side job measures later, "eval/loss:min".
+    (neither) derived from their cost and from how often work is lost (docs/SNAPSHOTS.md). `keep_*`:
+    see `storage.Keep`; its metric is logged by the script or measured by a side job: "loss:min".
 
     `reduce`: "fast", or "exact" or "exact32" (sums that do not depend on the world; 64 or 32 bits
-    on the wire). With these a step's micro-batches come a second time when a gradient is far
-    greater than those before it: then `step.attempt` is 1, buffers of the model are as they were
-    before the step, and the batches are given anew. Only what the body counts for itself has to
-    look at it. That is rare: a gradient 2**8 times as large as it was ("exact"), or 4 times, or one
-    that comes for the first time after the first step ("exact32").
+    on the wire). With these, a step is repeated, which is rare, if a gradient is 2**8 ("exact") or
+    4 times ("exact32") its recent size, or nonzero for the first time after step 1 ("exact32"):
+    then `step.attempt` is 1, buffers are as they were before the step, and the same micro-batches
+    are given again. Only counters in the loop's body need to heed this.
 
     `replica_ranks`: ranks that hold one copy of the model together, for `prepare(strategy=...)`;
     default HARNESS_REPLICA_RANKS, which `harness run --replica-ranks` sets, else 1. `mesh`: how
-    they share it, {"dp_shard": 8, "tp": 2} or several to choose from (docs/MESHES.md); default
-    HARNESS_MESH, which `harness run --mesh` sets. `timeout_s`: of an exchange between ranks; None:
-    torch's default. `backend`: of the process group; None: gloo, and nccl for what is on GPUs.
-    `deterministic`: None: on GPUs, with exact sums, torch is asked for deterministic kernels, and
-    warns where it has none; True: always, and torch raises there; False: torch's choice is left
-    alone. `votes_late`: what the ranks want is counted one step later, so that no step waits for
-    another rank's host; None: on GPUs. `peak_flops`: of this rank's device, per second, for MFU;
-    None: from its name and what the model is computed in. `config`: what else the result depends on
-    (a dict, dataclass, Namespace, ...), for trackers. `on_change`: "refuse", "warn", "accept" that
-    a run was begun otherwise; None: HARNESS_ON_CHANGE, else "warn" (docs/REPRODUCE.md).
+    they share it, {"dp_shard": 8, "tp": 2}, or several to choose from (docs/MESHES.md); default
+    HARNESS_MESH, which `harness run --mesh` sets. `timeout_s`: of an exchange between ranks, in
+    seconds; None: torch's default. `backend`: of the process group; None: gloo, and nccl for
+    tensors on GPUs. `deterministic`: None: with exact sums on GPUs, torch uses deterministic
+    kernels, and warns if it has none; True: always, and torch raises instead; False: torch's
+    settings are not changed. `votes_late`: the ranks' votes are counted one step later, so that no
+    step waits for another rank's host; None: on GPUs. `peak_flops`: FLOP/s of this rank's device,
+    for MFU; None: derived from its name and the model's precision. `config`: other values that the
+    result depends on (a dict, dataclass, Namespace, ...), for trackers. `on_change`: "refuse",
+    "warn" or "accept" if the setup differs from the one that the run began with; None:
+    HARNESS_ON_CHANGE, else "warn" (docs/REPRODUCE.md).
 
-    What else it does to this process: it seeds Python's, numpy's and torch's generators, here and
-    before every micro-batch; makes this rank's GPU the current device; joins the process group if
-    WORLD_SIZE is set and there is none yet; opens the run's bucket, whose facts rank 0 sends. In
-    the main thread it takes SIGTERM (ignored under an agent, which tells the workers itself; else a
-    snapshot, then the end with 33) and, without an agent, SIGUSR1 (a snapshot). Deterministic
-    kernels are torch.use_deterministic_algorithms, torch.backends.cudnn.benchmark and, if it is not
+    Side effects: it seeds Python's, numpy's and torch's generators, here and before every
+    micro-batch; makes this rank's GPU the current device; joins the process group if WORLD_SIZE is
+    set and there is none yet; opens the run's bucket, to which rank 0 writes facts. In the main
+    thread it handles SIGTERM (ignored under an agent, which notifies the workers itself; otherwise
+    a snapshot, then exit with 33) and, without an agent, SIGUSR1 (a snapshot). Deterministic
+    kernels set torch.use_deterministic_algorithms, torch.backends.cudnn.benchmark and, if it is not
     set, CUBLAS_WORKSPACE_CONFIG=:4096:8.
 
-    It reads what torchrun and the agent say (RANK, ..., HARNESS_RUN, EPOCH, MARK, PROGRESS, STAGE,
-    SPEEDS, PLACE, REPLICA, REPLICA_RANKS, MESH, MESHES), and what people may set: HARNESS_HOST,
-    UNTIL_STEP, LOOK_AGAIN_S, ALLOW_REWIND, PROFILE, ON_CHANGE, DIFF, OWNER, PROJECT, EXPERIMENT,
-    PURPOSE, and what the bucket's client reads (docs/STORES.md). Raises BadInput, StoreError.
+    It reads the variables of torchrun and the agent (RANK, ..., HARNESS_RUN, EPOCH, MARK, PROGRESS,
+    STAGE, SPEEDS, PLACE, REPLICA, REPLICA_RANKS, MESH, MESHES), those that users may set
+    (HARNESS_HOST, UNTIL_STEP, LOOK_AGAIN_S, ALLOW_REWIND, PROFILE, ON_CHANGE, DIFF, OWNER, PROJECT,
+    EXPERIMENT, PURPOSE), and those of the bucket's client (docs/STORES.md). Raises BadInput,
+    StoreError.
     """
     keep = Keep(keep_snapshots, keep_every_steps, keep_best, tuple(keep_ages_h))
-    interval = machine.Interval(snapshot_every_s, snapshot_every_steps)
+    interval = snapshot_timer.Interval(snapshot_every_s, snapshot_every_steps)
     options = Options(
         seed, run, interval, keep, reduce, replica_ranks, mesh,
         timeout_s, backend, deterministic, votes_late, peak_flops, config, on_change,
@@ -488,31 +651,32 @@ def attach(
 
 
 def _determine(device: torch.device, reduce: str, asked: bool | None) -> None:
-    """Kernels that add in whatever order they come would undo what exact sums give. `asked`: see
-    `attach(deterministic=...)`."""
+    """Make torch use deterministic kernels: kernels that add in a varying order would defeat exact
+    sums. `asked`: see `attach(deterministic=...)`."""
     if asked or (asked is None and reduce != "fast" and device.type == "cuda"):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=not asked)
         if asked:
             torch.backends.cudnn.benchmark = False
     if reduce != "fast":
-        # else what torch.compile makes of a shape depends on those that it has seen before, and so
-        # on when a process began
+        # otherwise the code that torch.compile makes for a shape depends on the shapes before it,
+        # and so on when the process began
         os.environ.setdefault("TORCH_DYNAMO_AUTOMATIC_DYNAMIC_SHAPES", "0")
         if (dynamo := sys.modules.get("torch._dynamo.config")) is not None:
             dynamo.automatic_dynamic_shapes = False  # type: ignore[attr-defined]
 
 
-_attached: list[Session] = []  # of this process, the newest: for who sees its script end
+_attached: list[Session] = []  # the newest session of this process, for `conclude`
 
 
 def is_attached() -> bool:
-    """Has this process a session?"""
+    """Return whether this process has a session."""
     return bool(_attached)
 
 
 def conclude() -> None:
-    """The script has ended with status 0: `Session.conclude`. For who runs it (`worker.py`)."""
+    """Call `Session.conclude`, after the script has ended with status 0. For `node/forkserver.py`,
+    which runs the script."""
     for session in _attached:
         session.conclude()
 

@@ -1,8 +1,8 @@
-"""How this world is set up, kept in the bucket and compared with how the run began. Runs in the
-worker.
+"""The setup of this world, kept in the bucket and compared with the one that the run began with.
+Runs in the worker.
 
-Rank 0 looks around in a thread, beside the script's own start; before the first step it writes
-what it found, if that has changed. A change is told, or refused, as `--on-change` says
+Rank 0 collects it in a thread, during the script's own start; before the first step it writes the
+setup, if that has changed. A change is reported, or refused, depending on `--on-change`
 (docs/REPRODUCE.md).
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 import sys
 import threading
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from harness.bucket.layout import IDENTITY
-from harness.bucket.setups import (
+from harness.bucket.setup_objects import (
     SetupAt,
     encoded,
     list_setups,
@@ -29,8 +30,7 @@ from harness.bucket.setups import (
 )
 from harness.core.facts import SetupChanged
 from harness.core.masking import masked_words
-from harness.core.plain import plain_config
-from harness.core.setups import (
+from harness.core.setup_record import (
     HARDWARE,
     MOST_CHANGES,
     TRAINING,
@@ -38,33 +38,67 @@ from harness.core.setups import (
     GitState,
     Setup,
     changes,
+    plain_config,
 )
-from harness.core.values import BadObject, digest
 from harness.core.world import BadInput
-from harness.node import surroundings
-from harness.worker.environment import environment
-from harness.worker.peers import Peers
-from harness.worker.run import Run
+from harness.node import provenance
+from harness.worker.process_group import Peers
+from harness.worker.run_context import Run
+from storage.canonical_json import BadObject, digest
 from storage.errors import NotFound
+
+# The environment that results depend on besides the run: library version, accelerator, CPU.
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Return what the bits of a forward and backward depend on besides the program: the version of
+    torch, the name of the device or CPU, and the number of CPU threads ("any" on a GPU)."""
+    if device.type == "cuda":
+        name, threads = torch.cuda.get_device_name(device), "any"
+    else:
+        name, threads = (
+            f"{platform.machine()} {_cpu()} {torch.backends.cpu.get_cpu_capability()}",
+            str(torch.get_num_threads()),
+        )
+    return {"torch": str(torch.__version__), "device": name, "threads": threads}
+
+
+def _cpu() -> str:
+    try:
+        with open("/proc/cpuinfo") as f:
+            return next(
+                (line.partition(":")[2].strip() for line in f if line.startswith("model name")), ""
+            )
+    except OSError:  # not Linux
+        return platform.processor()
+
+
+def differences(wanted: dict[str, str], found: dict[str, str]) -> str:
+    return "; ".join(
+        f"{name} was {wanted[name]!r}, here it is {found.get(name)!r}"
+        for name in wanted
+        if wanted[name] != found.get(name)
+    )
+
 
 REFUSE, WARN, ACCEPT = "refuse", "warn", "accept"
 ON_CHANGE = "HARNESS_ON_CHANGE"
 MOST_ARGUMENTS, MOST_LETTERS = 500, 2000
 MOST_TOLD = 12  # changes in one line of output
-MOST_READ = 3  # setups that are tried, until one of them can be read
+MOST_READ = 3  # setups that are tried until one can be read
 
 
 class SetupCheck:
-    """`config`: what `attach` was given; `on_change`: REFUSE, WARN or ACCEPT; None: what the
-    environment says, else WARN."""
+    """The check of this world's setup. `config`: that of `attach`; `on_change`: REFUSE, WARN or
+    ACCEPT; None: the environment's, else WARN."""
 
     def __init__(
         self, peers: Peers, run: Run, config: Any, on_change: str | None, environ: dict[str, str]
     ):
-        """Raises BadInput."""
+        """Begin to collect the setup, on rank 0. Raises BadInput for an unknown `on_change`."""
         self._peers, self._run = peers, run
         self._on_change = _known(on_change, environ)
-        self._config, self._left_out = plain_config(config)  # as it is now; it may change later
+        self._config, self._left_out = plain_config(config)  # now, since it may change later
         self._environ = environ
         self._done = run.url is None
         self._found: tuple[Setup, bytes] | None = None
@@ -75,31 +109,31 @@ class SetupCheck:
             self._thread.start()
 
     def announce(self) -> None:
-        """A new run's setup is there before its run.json: whoever publishes the run begins when
-        that is there. Rank 0 only; the others go on. Raises StoreError."""
+        """Write a new run's setup before its run.json, since publishers of the run start when that
+        exists. Rank 0 only; the others return at once. Raises StoreError."""
         if self._done or self._peers.rank != 0:
             return
         if not list_setups(self._run.store) and not _exists(self._run):
             self._write()
 
     def settle(self) -> None:
-        """Compare with how the run began, and keep what has changed. All ranks, at the same point;
-        once. Raises BadInput if a change is refused, StoreError."""
+        """Compare the setup with the first one, and store it if it has changed; once. All ranks
+        call it at the same point. Raises BadInput if a change is refused, StoreError."""
         if not self._done:
             self._done = True
             self._peers.agree(self._compare)
 
-    # ---- looking around --------------------------------------------------------------------------
+    # ---- collecting ------------------------------------------------------------------------------
     def _look(self) -> None:
         try:
             self._found = found(self._environ, self._peers.device, self._config, self._left_out)
-        # whatever an unknown machine does to us here: a run does not fail for its record
+        # an unknown machine may raise anything here, and a run must not fail for its record
         except Exception as e:
             self._why_not = f"{type(e).__name__}: {e}"
 
     def _mine(self) -> tuple[Setup, bytes] | None:
         if self._thread is not None:
-            self._thread.join()  # bounded by that of each question to git
+            self._thread.join()  # bounded by the timeout of each git command
         if self._why_not:
             if self._on_change == REFUSE:
                 raise BadInput(
@@ -147,11 +181,12 @@ class SetupCheck:
             return None
 
     def _heed(self, name: str, told: tuple[Difference, ...], new: tuple[Difference, ...]) -> None:
-        """`told`: all that is not as the run began; `new`: of that, what was not so before."""
+        """Record changes, and refuse or print them. `told`: all differences from the run's first
+        setup; `new`: those that the previous setup did not have."""
         heavy = [change for change in new if change.level != HARDWARE]
         action = {REFUSE: "refused", ACCEPT: "accepted"}.get(self._on_change, "warned")
         if action == "refused" and not heavy:
-            action = "warned"  # spot machines differ
+            action = "warned"  # hardware may differ between spot machines
         rows = tuple(dataclasses.asdict(change) for change in told[:MOST_CHANGES])
         more = max(0, len(told) - MOST_CHANGES)
         self._run.fact(SetupChanged(self._run.epoch, name, action, rows, more))
@@ -159,8 +194,8 @@ class SetupCheck:
             self._run.flush()
             raise BadInput(
                 f"{self._run.url} was begun otherwise, and --on-change is refuse: {words(heavy)}. "
-                "Put back what it began with (`harness rerun URL` says how), name another run "
-                "URL, or take the change on with --on-change accept (HARNESS_ON_CHANGE=accept)"
+                "Put back what it began with (`harness runs reproduce URL` says how), name another "
+                "run URL, or take the change on with --on-change accept (HARNESS_ON_CHANGE=accept)"
             )
         training = [change for change in heavy if change.level == TRAINING]
         software = [change for change in heavy if change.level != TRAINING]
@@ -180,7 +215,7 @@ def words(told: list[Difference]) -> str:
 
 
 def _known(asked: str | None, environ: Mapping[str, str]) -> str:
-    """Raises BadInput."""
+    """Return the action on a change: `asked`, or the environment's, or WARN. Raises BadInput."""
     said = asked if asked is not None else environ.get(ON_CHANGE) or WARN
     if said not in (REFUSE, WARN, ACCEPT):
         name = ON_CHANGE if asked is None else "attach(on_change=...)"
@@ -201,34 +236,35 @@ def found(
     config: dict[str, Any],
     left_out: tuple[str, ...],
 ) -> tuple[Setup, bytes]:
-    """How this process is set up, and what is kept of its uncommitted changes."""
+    """Return the setup of this process, and the diff of its uncommitted changes that is kept."""
     words, hidden = masked_words(_argv()[:MOST_ARGUMENTS])
     keep_diff = environ.get("HARNESS_DIFF", "keep") != "hash"
     script = None if words[:1] == ["-m"] else Path(_script())
-    git, diff = surroundings.git_state(Path.cwd(), keep_diff, script)
+    git, diff = provenance.git_state(Path.cwd(), keep_diff, script)
     argv = [word[:MOST_LETTERS] for word in words]
     if git.commit and argv and os.path.isabs(argv[0]):
         argv[0] = _inside(argv[0], git)
     about = environment(device)
     on_gpu = device.type == "cuda"
-    software = {**surroundings.software(environ), "torch": about["torch"], **_cuda(on_gpu)}
+    software = {**provenance.software(environ), "torch": about["torch"], **_cuda(on_gpu)}
     setup = Setup(
         argv=tuple(argv),
-        script=surroundings.file_hash(_script()),
+        script=provenance.file_hash(_script()),
         config=config,
         git=git,
-        packages=surroundings.packages(),
+        packages=provenance.packages(),
         software=software,
-        hardware={**surroundings.hardware(), "device": about["device"]},
-        environment=surroundings.variables(environ),
-        people=surroundings.people(environ),
+        hardware={**provenance.hardware(), "device": about["device"]},
+        environment=provenance.variables(environ),
+        people=provenance.people(environ),
         left_out=(*left_out, *(f"{name} (it is called like a secret)" for name in hidden)),
     )
     return with_diff(setup, diff), diff
 
 
 def _argv() -> list[str]:
-    """As `harness run --` takes it. `python -m module` has the module's path as its first word."""
+    """Return the command line as `harness run --` takes it. With `python -m module`, sys.argv
+    begins with the module's path, which is replaced by "-m" and its name."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None and spec.name:
         return ["-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
@@ -240,7 +276,8 @@ def _script() -> str:
 
 
 def _inside(script: str, git: GitState) -> str:
-    """A script's path from here, if it lies in this work tree."""
+    """Return a script's path relative to the working directory, if it lies in this work tree; else
+    unchanged."""
     top = Path.cwd()
     for _ in Path(git.folder).parts:
         top = top.parent
@@ -249,7 +286,7 @@ def _inside(script: str, git: GitState) -> str:
 
 
 def _cuda(on_gpu: bool) -> dict[str, str]:
-    """Versions that torch was built with, or loads."""
+    """Return the versions of CUDA, cuDNN and NCCL that torch was built with, or loads."""
     if not on_gpu:
         return {}
     nccl: Any = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ""  # type: ignore[no-untyped-call]

@@ -1,58 +1,419 @@
-"""The life of snapshots: copied to host memory beside the training, sent, landed. Runs in the
+"""The making of snapshots: copied to host memory during training, uploaded, committed. Runs in the
 worker.
 
-One snapshot is on its way at a time. The next one waits for it, unless time is short: then it
+One snapshot is in flight at a time. The next one waits for it, unless time is short: then it
 overtakes the other and carries its step records as well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from harness.core import records as rec
-from harness.core.facts import SnapshotFailed
-from harness.core.world import Fenced, HarnessError
-from harness.node.progress import WorkerPhase
-from harness.worker import replicas
-from harness.worker.environment import environment
-from harness.worker.frozen import Frozen
-from harness.worker.hold import Hold, filled_of, tensor_of
-from harness.worker.peers import Peers
-from harness.worker.pretrained import config_of
-from harness.worker.resume import LastSeen
-from harness.worker.rhythm import Rhythm
-from harness.worker.run import Run
-from harness.worker.steplog import StepLog
-from harness.worker.training import Training, common
-from storage import dcp
-from storage.errors import StoreError
-from storage.manifest import Manifest, Ref
-from storage.retention import TAKEN, Keep
-from storage.staging import Segment
-from storage.upload import UploadJob, UploadOutcome
-from storage.upload_job import TrainingBeside
+from harness.core import step_records as rec
+from harness.core.facts import SnapshotFailed, SnapshotQuarantined, Warned
+from harness.core.world import BadInput, Fenced, HarnessError
+from harness.node.forkserver import write_error
+from harness.node.heartbeat import WorkerPhase
+from harness.uploader.handoff import InProcessSender, SnapshotSender, courier_at
+from harness.uploader.node_tiers import tiers_for
+from harness.worker import replica_check
+from harness.worker.frozen_weights import Frozen
+from harness.worker.gradients.sharding import drawn_by_shard
+from harness.worker.process_group import Peers
+from harness.worker.run_context import Run
+from harness.worker.setup_check import differences, environment
+from harness.worker.snapshot_timer import Rhythm
+from harness.worker.step_log import StepLog
+from harness.worker.training_state import Training, common, model_config
+from storage.errors import StoreError, StoreUnavailable
+from storage.snapshots.manifest import Manifest, Ref
+from storage.snapshots.reader_leases import held
+from storage.snapshots.restore import PAUSES_S, ReadRetries, Restore, Rewind, bad_hosts
+from storage.snapshots.retention import TAKEN, Keep
+from storage.snapshots.snapshots import Snapshots
+from storage.snapshots.staging import Segment, StageFull
+from storage.snapshots.upload import TrainingBeside, Unchanged, UploadJob, UploadOutcome
+from storage.stores.store_urls import open_store
+from storage.tensors import dcp, state_tree
+from storage.tensors.dcp import Filled, Layout
+from storage.tensors.tensor_threads import TensorThread, start_thread
+from storage.tiers.tiers import Tiered
 
-COMMIT_TIMEOUT_S = 600.0  # the longest that leaving waits for its snapshot
+# Host memory for this rank's share of a snapshot, and the plan of which rank writes what.
+
+# names of tensors -> those of them that training does not change
+LeftAlone = Callable[[Collection[str]], set[str]]
+
+
+class StagingBuffers:
+    """Staging memory and uploader of one rank. `courier_at`: the folder of the node's uploader;
+    None: this process uploads its snapshots itself."""
+
+    def __init__(self, peers: Peers, run: Run, courier_at: str | None):
+        self._peers, self._run, self._courier_at = peers, run, courier_at
+        self._courier: SnapshotSender | None = None
+        self._meeting = threading.Lock()
+        self._preparing: threading.Thread | None = None
+        self._sent: _Sent | None = None
+
+    @functools.cached_property
+    def saver(self) -> dcp.Saver:
+        return dcp.Saver(self._run.snapshots, self._peers.control, own_memory=False)
+
+    @functools.cached_property
+    def sender(self) -> TensorThread:
+        """The thread that sends snapshots."""
+        return TensorThread("snapshot")
+
+    @property
+    def courier(self) -> SnapshotSender:
+        """The courier that takes snapshots to the bucket. Any thread may read this."""
+        with self._meeting:
+            if self._courier is None:
+                self._courier = self._met()
+            return self._courier
+
+    def _met(self) -> SnapshotSender:
+        local = InProcessSender(self._run.store, self._run.record_outcome, self._peers.life)
+        if not self._courier_at:
+            return local
+        return courier_at(Path(self._courier_at), self._run.epoch, self._peers.local_rank, local)
+
+    def prepare(self, state: Callable[[], dict[str, Any]], left_alone: LeftAlone) -> None:
+        """Plan the snapshot and reserve its memory in a thread, before the first snapshot needs it.
+        Called after each step; acts once, after the first, when the optimizer has its state."""
+        if self._run.url and self._preparing is None:
+            tensors, plain = state_tree.split(state())
+            if not self.saver.planned:
+                self.plan(tensors, plain, left_alone(tensors))
+            self.sender  # noqa: B018 - starts it
+            take = functools.partial(self._take_memory, self.saver.nbytes)
+            self._preparing = start_thread("stage", take)
+
+    def plan(
+        self, tensors: dict[str, torch.Tensor], plain: dict[str, Any], still: Collection[str]
+    ) -> None:
+        """Agree which rank writes which tensor. `still`: names of unchanged tensors, which get
+        separate files. Raises BadInput on all ranks if their states differ."""
+        if self._peers.control is not None:
+            size = self._peers.copy_ranks
+            mine = replica_check.held(common(tensors), common(plain), within_replicas=size > 1)
+            said = (mine.total(), mine.shards_total(), environment(self._peers.device))
+            totals, shards, kinds = zip(*self._peers.gather(said), strict=True)
+            apart = any(len(set(shards[place::size])) > 1 for place in range(size))
+            if apart or any(len(set(one.values())) > 1 for one in self._peers.by_stage(totals)):
+                self.refuse_differences(mine, alike=all(kind == kinds[0] for kind in kinds))
+        self.saver.plan(tensors, still)
+
+    def refuse_differences(self, mine: replica_check.Held, alike: bool = True) -> None:
+        """Raise BadInput that names the tensors in which ranks differ. All ranks call this.
+        `alike`: their devices and libraries are of one kind; otherwise arithmetic may differ, and
+        differences in model and optimizer tensors only cause a warning."""
+        leaves, shards = zip(*self._peers.gather((mine.leaves(), mine.shards)), strict=True)
+        found, size = [], self._peers.copy_ranks
+        for stage in self._peers.by_stage(leaves):
+            found += replica_check.differing(list(stage.values()), list(stage))
+        for place in range(size):
+            ranks = range(place, self._peers.world, size)
+            found += replica_check.differing(shards[place::size], ranks)
+        if (
+            found
+            and not alike
+            and all(
+                path in mine.tensors and path.startswith(("model/", "optimizer/"))
+                for path, _ in found
+            )
+        ):
+            self._run.warn(
+                "ranks are of different kinds (device or library), and their copies of "
+                f"{found[0][0]!r} (one of {len(found)}) are no longer the same to the bit; a "
+                "snapshot takes each tensor from one of them"
+            )
+            return
+        raise BadInput(replica_check.explain(found))
+
+    def since_last(self, staged: dcp.Staged, name: str) -> Unchanged:
+        """Return what of a staged snapshot is unchanged since the last one that was handed over.
+        `name`: the name of the staged one."""
+        last, now = self._sent, _Sent(staged.layout, dict(staged.still()), name)
+        self._sent = now
+        if last is None or last.layout is not now.layout:
+            return Unchanged()
+        same = {place for place, found in now.prints.items() if last.prints.get(place) == found}
+        return Unchanged(last.name, now.layout.ranges(same))
+
+    def _take_memory(self, nbytes: int) -> None:
+        with contextlib.suppress(StageFull):  # reported when a snapshot needs the memory
+            segment = self.courier.segment(nbytes)
+            dcp.pin(tensor_of(segment))
+            self.courier.give_back(segment)
+
+    def segment(self, make_room: Callable[[], None]) -> Segment:
+        """Return memory for this rank's share of a snapshot. `make_room`: waits until everything
+        sent is committed or has failed; called if the stage is full. Raises StageFull."""
+        if self._preparing is not None:
+            self._preparing.join()
+        try:
+            segment = self.courier.segment(self.saver.nbytes)
+        except StageFull:
+            make_room()  # there is room for one buffer only
+            segment = self.courier.segment(self.saver.nbytes)
+        dcp.pin(tensor_of(segment))
+        return segment
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A snapshot that was handed over: its layout, and fingerprints of its unchanged tensors."""
+
+    layout: Layout
+    prints: dict[int, str]
+    name: str
+
+
+def filled_of(segment: Segment) -> Filled:
+    """Return the record of what the segment holds already, made on the first call."""
+    if segment.filled is None:
+        segment.filled = Filled()
+    found: Filled = segment.filled
+    return found
+
+
+def tensor_of(segment: Segment) -> torch.Tensor:
+    """Return the segment's memory as a uint8 tensor."""
+    return torch.frombuffer(segment.view, dtype=torch.uint8)
+
+
+# Resuming: every rank loads the same newest snapshot, or all fail alike.
+
+REPLICA_S = 15.0  # timeout of a restore for a silent second bucket
+
+
+class UnfitHosts(HarnessError):
+    """The error for hosts that cannot read a good snapshot. `mine`: this host is one of them."""
+
+    def __init__(self, what: str, mine: bool):
+        super().__init__(what)
+        self.mine = mine
+
+
+class NewestCommitted:
+    """The newest snapshot that workers of this node saw committed, whatever the bucket shows now.
+    It is kept in a small file beside the mark. `path`: None without an agent."""
+
+    def __init__(self, path: Path | None, run_url: str | None, writes: bool):
+        self._path, self._run_url, self._writes = path, run_url, writes
+
+    def name(self) -> str:
+        """Return the snapshot's name; "": none of this run."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            body = json.loads(self._path.read_text()) if self._path else {}
+            return Ref.parse(body["ref"]).name if body["run"] == self._run_url else ""
+        return ""
+
+    def note(self, ref: Ref) -> None:
+        """Record that this snapshot is committed."""
+        if self._path is None or not self._writes:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            if not (before := self.name()) or Ref.parse(before) < ref:
+                new = self._path.with_suffix(".new")
+                new.write_text(json.dumps({"run": self._run_url, "ref": ref.name}))
+                new.replace(self._path)
+
+
+class Resume:
+    """The resuming of this rank. `tier`: the storage tier from which it last read a snapshot;
+    `read_nbytes`: bytes that all ranks together read from each tier."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        run: Run,
+        training: Training,
+        hold: StagingBuffers,
+        last_seen: NewestCommitted,
+        environ: dict[str, str],
+    ):
+        self._peers, self._run, self._training = peers, run, training
+        self._hold, self._last_seen = hold, last_seen
+        self._look_again_s = look_again_s(environ)
+        self._allow_rewind = environ.get("HARNESS_ALLOW_REWIND", "") not in ("", "0")
+        second = environ.get("HARNESS_REPLICA", "")
+        self._replica = (
+            functools.partial(open_store, second, retry_within_s=REPLICA_S) if second else None
+        )
+        self.tier, self._found = "bucket", Counter[str]()
+        self.read_nbytes: dict[str, int] = {}
+
+    def restore(self) -> Manifest | None:
+        """Load the same snapshot on every rank, and return its manifest; None: there is none.
+        Raises UnfitHosts, BadInput, StoreError."""
+        if not self._run.url:
+            return None
+        reopen = functools.partial(open_store, self._run.url)
+        self._peers.life.tell()
+        names = self._peers.gather(self._last_seen.name())
+        restore = Restore(
+            self._run.snapshots,
+            self._peers.host,
+            ReadRetries(reopen, self._pause, self._look_again_s),
+            epoch=self._run.epoch,
+            seen=max((Ref.parse(name) for name in names if name), default=None),
+            must_list=self._run.surely_there(),
+            allow_rewind=self._allow_rewind,
+            tell=self._note_reading,
+            on_bad=self._note_bad,
+        )
+        while True:
+            with contextlib.ExitStack() as lease:  # so that it is not pruned while it is loaded
+                manifest, again = self._restore_newest(restore, lease)
+            if not again:
+                if manifest is not None:
+                    self._last_seen.note(manifest.ref)
+                return manifest
+
+    def _restore_newest(
+        self, restore: Restore, lease: contextlib.ExitStack
+    ) -> tuple[Manifest | None, bool]:
+        """Return the manifest, and whether to try again: the snapshot was bad, and there may be an
+        older one."""
+        newest: str | None = self._peers.agree(functools.partial(self._newest, restore, lease))
+        if newest is None:
+            return None, False
+        ref, manifest, why, silent = Ref.parse(newest), None, "", ""
+        try:
+            manifest, why = restore.read(ref, functools.partial(self._load_newest, ref))
+        except StoreUnavailable as e:
+            silent = str(e)
+        self._peers.life.tell()
+        said = self._peers.gather((self._peers.host, why, silent))
+        if not bad_hosts(said):
+            found = self._peers.gather(dict(self._found))
+            self.read_nbytes = dict(sum(map(Counter, found), Counter()))
+            if self._peers.rank == 0:
+                restore.done(ref)
+            return manifest, False
+        peers = self._peers
+        unfit = restore.judge(ref, said, peers.rank, peers.gather, peers.agree, self._progress)
+        if unfit:
+            self._refuse_hosts(unfit)
+        return None, True
+
+    def _newest(self, restore: Restore, lease: contextlib.ExitStack) -> str | None:
+        try:
+            found = held(self._run.snapshots, lambda: restore.choose(self._progress), lease)
+        except Rewind as e:  # a person has to decide; on BadInput, agents stop the run
+            raise BadInput(str(e)) from e
+        return found.name if found else None
+
+    def _progress(self, done: int, total: int) -> None:
+        self._peers.life.tell()
+
+    def _load_newest(self, ref: Ref, snapshots: Snapshots, look: int) -> Manifest:
+        manifest = snapshots.load(ref)
+        held = self._hold.courier.held(ref) if look == 0 else {}
+        tiers = tiers_for(manifest, held, snapshots.store) if held else []
+        near = Tiered(snapshots.store, manifest, tiers, self._wrong_tier, replica=self._replica)
+        self._training.load(manifest, Snapshots(near))
+        self.tier, self._found = near.tier, near.read_nbytes
+        return manifest
+
+    def _refuse_hosts(self, unfit: dict[str, str]) -> None:
+        """Raise UnfitHosts on all ranks: unfit hosts end for good, and the others form a world
+        without them. `unfit`: the reason for each host."""
+        for host, why in unfit.items():
+            what = f"host {host} is unfit to read snapshots: {why}"
+            self._run.fact(Warned(self._run.step, self._run.epoch, what))
+            if host == self._peers.host or self._peers.rank == 0:
+                print(f"harness: {what}", flush=True)
+        mine = unfit.get(self._peers.host)
+        if mine:
+            write_error(HarnessError(f"this host is unfit to read snapshots: {mine}"))
+        raise UnfitHosts("; ".join(unfit.values()), mine=bool(mine))
+
+    # ---- reports ---------------------------------------------------------------------------------
+    def check(self, manifest: Manifest | None) -> None:
+        """Warn if the run may differ, to the bit, from one that is not interrupted."""
+        if manifest is not None:
+            before = manifest.data.get("environment") or {}
+            if unlike := differences(before, environment(self._peers.device)):
+                self._run.warn(
+                    f"from here on the run may not be the same to the bit as before: {unlike}",
+                    manifest.step,
+                )
+        elif (
+            # Weights that were drawn after they were sharded depend on the world; that usually
+            # shows.
+            self._peers.control is not None
+            and self._training.model is not None
+            and (names := drawn_by_shard(self._training.model, self._peers.control))
+        ):
+            self._run.warn(
+                f"{names[0]!r} (one of {len(names)}) begins with the same values on every rank's "
+                "shard: it was drawn after it was sharded, so what the run begins with depends "
+                "on the number of ranks. harness.fsdp2(model, run) takes models on the meta "
+                "device and gives them values that do not",
+                0,
+            )
+
+    def _pause(self, seconds: float) -> None:
+        self._peers.life.tell()
+        time.sleep(seconds)
+
+    def _note_reading(self, ref: Ref, what: str) -> None:
+        self._run.warn_here(what, ref.step)
+
+    def _note_bad(self, ref: Ref, why: str) -> None:
+        self._run.fact(SnapshotQuarantined(ref.step, ref.epoch, why))
+        print(f"harness: {why}; falling back to the next older snapshot", flush=True)
+
+    def _wrong_tier(self, tier: str, what: str) -> None:
+        self._run.fact(Warned(self._run.step, self._run.epoch, what))
+
+
+def look_again_s(environ: dict[str, str]) -> tuple[float, ...]:
+    """Return the pauses, in seconds, between repeated reads of a bad object: HARNESS_LOOK_AGAIN_S,
+    "1,3,8". Raises BadInput."""
+    text = environ.get("HARNESS_LOOK_AGAIN_S", "")
+    try:
+        found = tuple(float(word) for word in text.split(",")) if text else PAUSES_S
+    except ValueError:
+        found = (-1.0,)
+    if not all(0.0 <= each <= 600.0 for each in found):
+        raise BadInput(
+            f"HARNESS_LOOK_AGAIN_S={text!r}: wanted seconds between 0 and 600, separated by "
+            "commas, for example 1,3,8"
+        )
+    return found
+
+
+COMMIT_TIMEOUT_S = 600.0  # the longest wait for the last snapshot before leaving
 
 
 class CommitTimeout(HarnessError):
-    """A snapshot that had to be committed was not, within its bound."""
+    """The error for a required snapshot that was not committed within the time limit."""
 
 
 @dataclass
 class Agreement:
-    """Do all ranks hold the same, of the planned structure? Known when `work` has ended."""
+    """The comparison of state and its structure between ranks, valid when `work` has ended."""
 
-    held: replicas.Held  # what must be the same on all ranks, as it was
-    # (1 + 2 * stages,) int64: has the structure changed on any rank; of each stage of a pipeline
-    # greatest and -least
+    held: replica_check.Held  # this rank's part that must be the same on all ranks
+    # (1 + 2 * stages,) int64: whether the structure has changed on any rank; then, for each
+    # pipeline stage, the greatest hash and the negative of the least
     flags: torch.Tensor
     work: Any
 
@@ -66,8 +427,8 @@ class Agreement:
 
 
 @dataclass
-class Landing:
-    """How the flight of a snapshot ended, once that is `told`."""
+class SnapshotOutcome:
+    """The outcome of a snapshot's flight, valid once `told` is set."""
 
     told: threading.Event = field(default_factory=threading.Event)
     committed: bool = False
@@ -75,29 +436,29 @@ class Landing:
 
 
 @dataclass
-class Flight:
-    """A snapshot on its way to the bucket."""
+class PendingSnapshot:
+    """A snapshot in flight: being copied or uploaded."""
 
     ref: Ref
     t_start: float
     why: str
-    records: list[rec.StepRecord]  # of the steps since the last snapshot
+    records: list[rec.StepRecord]  # those of the steps since the last snapshot
     tensors: dict[str, torch.Tensor]
     plain: dict[str, Any]
     data: dict[str, Any]
     agreement: Agreement | None = None
-    staged: dcp.Staged | None = None  # None: the structure is not the planned one
+    staged: dcp.Staged | None = None  # None: the structure differs from the planned one
     segment: Segment | None = None
     finished: bool = False  # training may change the state
     stall_s: float = 0.0
     within_s: float = 0.0  # see `TrainingBeside`
     waiting_since_s: float | None = None
-    landing: Landing = field(default_factory=Landing)
+    landing: SnapshotOutcome = field(default_factory=SnapshotOutcome)
 
 
 class Snapshotter:
-    """`parent`: the newest snapshot that was begun or loaded. `saved_step`: of the newest that is
-    surely committed."""
+    """The maker of this rank's part of snapshots. `parent`: the newest snapshot that was begun or
+    loaded. `saved_step`: step of the newest that is known to be committed; -1: none."""
 
     def __init__(
         self,
@@ -105,25 +466,25 @@ class Snapshotter:
         run: Run,
         training: Training,
         log: StepLog,
-        hold: Hold,
+        hold: StagingBuffers,
         rhythm: Rhythm,
-        last_seen: LastSeen,
+        last_seen: NewestCommitted,
         keep: Keep,
     ):
         self._peers, self._run, self._training, self._log = peers, run, training, log
         self._hold, self._rhythm, self._last_seen, self._keep = hold, rhythm, last_seen, keep
         self.parent: Ref | None = None
         self.saved_step = -1
-        self._resumed_ref = ""  # the snapshot that this epoch went on from
+        self._resumed_ref = ""  # the snapshot that this world resumed from
         self._last_samples: dict[str, Any] | None = None
-        self._flight: Flight | None = None
-        self._older: list[Flight] = []  # overtaken by a snapshot that could not wait
-        # parameters and optimizer state are copied beside the next forward and backward
+        self._flight: PendingSnapshot | None = None
+        self._older: list[PendingSnapshot] = []  # overtaken by a snapshot that could not wait
+        # parameters and optimizer state are copied during the next forward and backward
         self._beside = True
 
-    # ---- what is known ---------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------
     def resumed(self, manifest: Manifest | None) -> None:
-        """What was restored is what the next snapshot follows; None: nothing was."""
+        """Continue from the snapshot that was restored; None: there was none."""
         where = f"{self._peers.world} {self._run.url}"
         self._rhythm.resumed(manifest.data if manifest else None, where)
         if manifest is not None:
@@ -141,22 +502,22 @@ class Snapshotter:
 
     @property
     def resumed_step(self) -> int:
-        """Of the snapshot that this epoch went on from; 0: it began."""
+        """Step of the snapshot that this world resumed from; 0: none."""
         return Ref.parse(self._resumed_ref).step if self._resumed_ref else 0
 
     @property
     def flight_step(self) -> int | None:
-        """Of the snapshot that is on its way, or landed and was not looked at."""
+        """Step of the snapshot in flight, or landed but not handled yet; None: there is none."""
         return self._flight.ref.step if self._flight is not None else None
 
     @property
     def quiet(self) -> bool:
-        """No snapshot is on its way."""
+        """True if no snapshot is in flight."""
         return self._flight is None or self._flight.landing.told.is_set()
 
     @property
     def copies(self) -> bool:
-        """The state may not change yet."""
+        """True while a snapshot is being copied, so that the state must not change."""
         return self._flight is not None and not self._flight.finished
 
     def due(self) -> bool:
@@ -164,29 +525,30 @@ class Snapshotter:
 
     # ---- begin -----------------------------------------------------------------------------------
     def take(self, why: str, ended: str = "", own_loop: bool = False) -> None:
-        """Begin to copy the state to host memory; from there it is sent in the background.
+        """Begin to copy the state to host memory, from where it is uploaded in the background.
 
-        What only the optimizer changes is copied beside the next forward and backward;
-        `finish_staging` waits for the rest of it. `ended`: how the run ended, of its final
-        snapshot. `own_loop`: the steps were not ours, so buffers are still each rank's own.
+        State that only the optimizer changes is copied during the next forward and backward;
+        `finish_staging` waits for the end of that. `ended`: how the run ended, for its final
+        snapshot. `own_loop`: the steps were made by the script's own loop, so buffers may still
+        differ between ranks.
         """
         if not self._run.url:
             return
         self._peers.life.tell(WorkerPhase.STAGING, self._run.step)
         if self._log.pending is None and own_loop:
-            self._training.share_buffers(look=True)  # our own steps have done it
+            self._training.share_buffers(look=True)  # `Work.done` does this in our own steps
         t_start, t0 = time.time(), time.perf_counter()
         if why == "notice" and not self.quiet:
             self._overtake()
         self.land(must=False)
         self._log.settle()
         ref = Ref(epoch=self._run.epoch, step=self._run.step)
-        tensors, plain = dcp.split(self._training.state())
+        tensors, plain = state_tree.split(self._training.state())
         unsaved, self._log.unsaved = self._log.unsaved, []
         data = self._data(why, plain, unsaved, ended)
         if self._peers.rank == 0:
             data[TAKEN] = t_start
-        flight = Flight(ref, t_start, why, unsaved, tensors, plain, data)
+        flight = PendingSnapshot(ref, t_start, why, unsaved, tensors, plain, data)
         if why == "interval":
             flight.within_s = self._rhythm.within_s
         self._begin_copy(flight)
@@ -198,7 +560,7 @@ class Snapshotter:
     def _data(
         self, why: str, plain: dict[str, Any], unsaved: list[rec.StepRecord], ended: str
     ) -> dict[str, Any]:
-        """What the manifest says beside the tensors."""
+        """Return the manifest's data besides the tensors."""
         data = self._training.plain_of_rank(plain)
         if self._peers.rank == 0:
             data |= {
@@ -209,8 +571,9 @@ class Snapshotter:
                 "metrics": dict(self._log.last_metrics),
                 "environment": environment(self._peers.device),
                 **({"adapters": adapters} if (adapters := self._frozen.adapters()) else {}),
-                **({"config": config} if (config := config_of(self._training.model)) else {}),
-                # its line was begun under the guard of storage/restore.py
+                **({"config": config} if (config := model_config(self._training.model)) else {}),
+                # its presence shows that this line of snapshots has the guard of
+                # storage/snapshots/restore.py
                 "resumed": self._resumed_ref,
                 "losses": self._rhythm.losses(why),
                 "pace": self._rhythm.pace_data(),
@@ -227,7 +590,7 @@ class Snapshotter:
             self._last_samples = data.get("samples")
         return data
 
-    def _begin_copy(self, flight: Flight) -> None:
+    def _begin_copy(self, flight: PendingSnapshot) -> None:
         tensors, saver, control = flight.tensors, self._hold.saver, self._peers.control
         changed = not saver.fits(tensors)
         still = self._frozen.left_alone(tensors)
@@ -236,11 +599,11 @@ class Snapshotter:
             if changed:
                 self._hold.plan(tensors, flight.plain, still)
         else:
-            # Whether it has changed on any rank, or differs between ranks, is known when it is
-            # needed: before the optimizer steps.
-            held = replicas.held_aside(common(tensors), common(flight.plain), between)
+            # Whether the structure has changed on any rank, or the state differs between ranks, is
+            # only needed before the optimizer steps, so the exchange is asynchronous.
+            held = replica_check.held_aside(common(tensors), common(flight.plain), between)
             grouping, total = self._peers.grouping, held.total()
-            flags = torch.full((1 + 2 * grouping.stages,), -(1 << 62))  # what others say is greater
+            flags = torch.full((1 + 2 * grouping.stages,), -(1 << 62))  # less than any real value
             mine = 1 + 2 * grouping.stage(self._peers.rank)
             flags[0], flags[mine : mine + 2] = changed, torch.tensor([total, -total])
             work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control, async_op=True)
@@ -256,8 +619,8 @@ class Snapshotter:
             flight.landing.told.wait(COMMIT_TIMEOUT_S)
 
     def _overtake(self) -> None:
-        """Time is short: the next snapshot does not wait for the one that is on its way, and
-        carries its records as well."""
+        """Let the next snapshot not wait for the one in flight, since time is short. It carries
+        that one's records as well."""
         self.finish_staging()
         assert self._flight is not None
         self._log.unsaved = self._flight.records + self._log.unsaved
@@ -265,8 +628,8 @@ class Snapshotter:
 
     # ---- copy ------------------------------------------------------------------------------------
     def finish_staging(self) -> None:
-        """The state is about to change: wait for what is not copied yet. All ranks come here at
-        the same point, between the same steps."""
+        """Wait for the copy in progress, before the state changes. All ranks call it at the same
+        point, between the same steps."""
         flight = self._flight
         if flight is None or flight.finished:
             return
@@ -285,16 +648,16 @@ class Snapshotter:
                 "optimizer steps; from now on snapshots are copied while training stands still"
             )
 
-    def _act_on(self, flight: Flight, agreement: Agreement) -> None:
-        """Refuse what differs; copy anew what has another structure."""
+    def _act_on(self, flight: PendingSnapshot, agreement: Agreement) -> None:
+        """Refuse state that differs between ranks, or copy again if its structure has changed."""
         agreement.work.wait()
         if agreement.differs:
-            self._flight = None  # nobody sends it
+            self._flight = None  # it is not uploaded
             if flight.segment is not None and flight.staged is not None:
                 flight.staged.arrive()
                 self._hold.courier.give_back(flight.segment)
             self._hold.refuse_differences(agreement.held)
-        # plan anew; nothing has changed the state so far
+        # plan again; nothing has changed the state so far
         if agreement.changed:
             still = self._frozen.left_alone(flight.tensors)
             self._hold.plan(flight.tensors, flight.plain, still)
@@ -308,18 +671,19 @@ class Snapshotter:
             self._hold.sender.run(functools.partial(self._send, flight, None))
 
     # ---- send ------------------------------------------------------------------------------------
-    def _send(self, flight: Flight, agreement: Agreement | None) -> None:
-        """In the background: when the bytes are in host memory, hand them to whoever sends them."""
+    def _send(self, flight: PendingSnapshot, agreement: Agreement | None) -> None:
+        """Wait, in the background, until the bytes are in host memory, and pass them to the
+        uploader."""
         try:
             if agreement is not None:
                 agreement.work.wait()
                 if agreement.changed or agreement.differs:
-                    return  # `finish_staging` copies again, or refuses
+                    return  # `finish_staging` copies again or refuses the state
             staged, segment = flight.staged, flight.segment
             assert staged is not None and segment is not None
             staged.arrive()
-            # In this order: what is found before `finished` was set is a fault, and what the next
-            # optimizer step changes after that is none.
+            # The order matters: a change found before `finished` was set is an error, but one that
+            # the next optimizer step makes after that is not.
             touched = staged.touched() if self._beside else []
             if touched and not flight.finished:
                 raise StoreError(
@@ -335,7 +699,7 @@ class Snapshotter:
             flight.landing.error = e
             flight.landing.told.set()
 
-    def _job(self, flight: Flight, staged: dcp.Staged) -> UploadJob:
+    def _job(self, flight: PendingSnapshot, staged: dcp.Staged) -> UploadJob:
         leads, since_s = self._peers.rank == 0, flight.waiting_since_s
         stall_s = flight.stall_s
         if since_s is not None and not flight.finished:
@@ -375,7 +739,7 @@ class Snapshotter:
         )
 
     # ---- land ------------------------------------------------------------------------------------
-    def _landed(self, flight: Flight, outcome: UploadOutcome) -> None:
+    def _landed(self, flight: PendingSnapshot, outcome: UploadOutcome) -> None:
         if outcome.state == "committed":
             flight.landing.committed = True
             self._last_seen.note(flight.ref)
@@ -387,8 +751,8 @@ class Snapshotter:
         flight.landing.told.set()
 
     def land(self, must: bool) -> None:
-        """Wait for the snapshot that is on its way. `must`: its failure is ours (we are about
-        to leave). Raises StoreError, Fenced, CommitTimeout."""
+        """Wait for the snapshot in flight. `must`: raise if it failed, as this process is about to
+        leave. Raises StoreError, Fenced, CommitTimeout."""
         self.finish_staging()
         flight, self._flight = self._flight, None
         if flight is None:
@@ -401,7 +765,7 @@ class Snapshotter:
             )
             if must:
                 raise error
-            # the next snapshot carries these as well
+            # the next snapshot carries these records as well
             self._log.unsaved = flight.records + self._log.unsaved
             print(
                 f"harness: snapshot of step {flight.ref.step} failed, training goes on: {error}",

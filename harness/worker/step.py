@@ -1,69 +1,137 @@
-"""What an optimizer update adds up to on this rank, what becomes of it over all ranks, and what is
-told of it. Runs in the worker."""
+"""One optimizer update: its micro-batches, the sums over all ranks, this rank's votes, and the
+step's record. Runs in the worker."""
 
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from harness.core import records as rec
+from harness.core import step_records as rec
 from harness.core.batch import Batching, digest, sample_hash, seed_for
-from harness.node.marks import Want
-from harness.node.progress import WorkerPhase
-from harness.worker.feed import Feed
-from harness.worker.loader import MicroBatch, seed_everything, to_device
-from harness.worker.peers import Peers
-from harness.worker.rates import Rates
-from harness.worker.rhythm import Rhythm
-from harness.worker.run import Run
+from harness.core.world import BadInput, HarnessError
+from harness.node.heartbeat import WorkerPhase
+from harness.node.marks import ATTACHED, MarkReader, Want
+from harness.worker.batches.feed import Feed
+from harness.worker.batches.loader import MicroBatch, seed_everything, to_device
+from harness.worker.boundary import VoteResult
+from harness.worker.gradients.parallel import Replicated
+from harness.worker.process_group import Peers
+from harness.worker.run_context import Run
+from harness.worker.snapshot_timer import Rhythm
 from harness.worker.snapshotter import Snapshotter
-from harness.worker.steplog import ENOUGH, VOTES, Pending, StepLog, halves
-from harness.worker.timing import COMMUNICATION, HARNESS, OPTIMIZER, SNAPSHOT, PhaseTimer
-from harness.worker.training import Training
-from harness.worker.votes import Votes
+from harness.worker.staged_model import StagedModel
+from harness.worker.step_log import StepLog
+from harness.worker.step_timing import (
+    BACKWARD,
+    COMMUNICATION,
+    DATA,
+    FORWARD,
+    HARNESS,
+    OPTIMIZER,
+    OTHER,
+    SNAPSHOT,
+    PhaseTimer,
+    Rates,
+)
+from harness.worker.training_state import Training
+
+# The requests that this rank knows of, from the node's mark and from signals.
+
+
+class Votes:
+    """The votes of this rank. `mark`: the mark's file; None without an agent. `leads`: this is
+    rank 0."""
+
+    def __init__(self, mark: Path | None, leads: bool):
+        self._mark, self._leads = mark, leads
+        self._reader = MarkReader(mark)
+        self._signalled = Want.NOTHING
+        self.enough = ""  # why the script on this rank wants the run to end; "": it does not
+
+    def listen(self) -> None:
+        """Handle signals, and show the agent that this rank reads its mark."""
+        in_main = threading.current_thread() is threading.main_thread()
+        if self._mark is not None:
+            self._mark.with_name(ATTACHED).touch()
+            if in_main:
+                # systemd and Slurm send it to every process of a node; it is for the agent, which
+                # passes it on by the mark.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        elif in_main:
+            signal.signal(signal.SIGTERM, lambda *_: self._signal(Want.DRAIN))
+            signal.signal(signal.SIGUSR1, lambda *_: self._signal(Want.SNAPSHOT))
+
+    def _signal(self, want: Want) -> None:
+        self._signalled = max(self._signalled, want)
+
+    def cast(self, wants: torch.Tensor, due: Callable[[], bool]) -> None:
+        """Add this rank's requests: wants[w] > 0 on any rank means that w is wanted. `due`: rank 0
+        calls it to find out whether a snapshot is due."""
+        wants[self._reader.read().want] += 1
+        wants[self._signalled] += 1
+        if self._leads and due():
+            wants[Want.SNAPSHOT] += 1
+
+    def asked(self, want: Want) -> VoteResult:
+        """Return the event that the ranks want this, with the reason as far as this rank knows."""
+        return VoteResult(want, self._reader.read(), self._signalled)
+
+    def answered(self) -> None:
+        """Record that a requested snapshot is being made."""
+        self._reader.answered()
+        self._signalled = Want.NOTHING
+
+
+# places in `Pending.ints`; 64-bit values are stored as two halves, so that no sum overflows
+DIGEST, SAMPLES, VOTES = slice(0, 2), 2, slice(3, 3 + len(Want))
+CONTENTS, TWINS = slice(VOTES.stop, VOTES.stop + 2), slice(VOTES.stop + 2, VOTES.stop + 4)
+TELL, GFLOPS, ENOUGH = range(TWINS.stop, TWINS.stop + 3)
 
 
 class Sums:
-    """What this rank adds to the numbers of a step. `leads`: it is the first rank of its replica,
-    and adds what the replica has done; what the others were given is only compared with it.
-    `tells`: losses are added by this one; None: if it leads."""
+    """The numbers that this rank contributes to a step. `leads`: this is the first rank of its
+    replica, and contributes for it; the other ranks' samples are only compared with its own.
+    `tells`: this rank contributes the losses; None: the same as `leads`."""
 
     def __init__(
         self, batching: Batching, device: torch.device, leads: bool, tells: bool | None = None
     ):
         self.samples, self._hash_sum, self._contents_sum = 0, 0, 0
         self._leads, self._tells = leads, leads if tells is None else tells
-        self._foreign: list[tuple[Any, Any]] = []  # positions, what was read there; not yet summed
-        # One place per micro-batch of the step, filled by who does it: their sum over ranks, in
-        # this order, is the same on any world.
+        self._foreign: list[tuple[Any, Any]] = []  # (positions, reported contents), not yet hashed
+        # One element per micro-batch of the step, set by the rank that does it: summed over ranks
+        # and in this order, the result is the same on any world.
         self.losses = torch.zeros(batching.micro_batches, dtype=torch.float64, device=device)
         self.weights = [0.0] * batching.micro_batches
         self.tokens_weighted = False
-        # of a step that has fewer micro-batches than the others; (): as the plan says
+        # shares of a step with fewer micro-batches than the others; (): the plan's
         self.shares: tuple[int, ...] = ()
 
     def note(self, batch: MicroBatch) -> None:
-        """It was read."""
+        """Record that `batch` was read."""
         self._hash_sum += digest(sample_hash(batch.positions, batch.samples))
         if batch.contents is not None:
             self._contents_sum += digest(sample_hash(batch.positions, batch.contents))
         self.samples += len(batch.samples)
 
     def note_foreign(self, positions: Any, said: Any) -> None:
-        """As `note`, of what a trainer that is not ours has read: what is at a position is only
-        said."""
+        """Record positions that a foreign trainer read. Only it knows their contents, so `said` is
+        trusted."""
         self._foreign.append((positions, said))
         self.samples += len(positions)
 
     def _hash_foreign(self) -> None:
-        """All micro-batches at once: a call takes longer than their few rows."""
+        """Hash the foreign micro-batches, all at once: a call costs more than their few rows."""
         if self._foreign:
             positions, said = (np.concatenate(each) for each in zip(*self._foreign, strict=True))
             self._foreign.clear()
@@ -73,8 +141,9 @@ class Sums:
     def add(
         self, micro: int, loss: torch.Tensor, amount: float, more: bool = False, parts: bool = True
     ) -> None:
-        """A micro-batch was done. `loss`: mean over it; `amount`: how much that stands for.
-        `more`: it is another loss of the same one; `parts`: of another part of it, not of all."""
+        """Add the loss of a micro-batch. `loss`: mean over it; `amount`: the weight of that mean.
+        `more`: another loss of the same micro-batch; `parts`: that loss is of another part of it,
+        so that its weight adds up too."""
         if self._tells:
             value = loss.detach().double() * amount
             self.losses[micro] = self.losses[micro] + value if more else value
@@ -84,12 +153,13 @@ class Sums:
                 self.weights[micro] += amount
 
     def weights_tensor(self) -> torch.Tensor:
-        """On the host, from where a GPU can fetch them without being waited for."""
+        """Return the weights on the host, pinned for a GPU so that the copy does not block."""
         pin = self.losses.device.type == "cuda"
         return torch.tensor(self.weights, dtype=torch.float64, pin_memory=pin)
 
     def ints(self, tell: bool, gflops: int) -> torch.Tensor:
-        """As `Pending.ints` wants it, without votes."""
+        """Return the values of `Pending.ints`, without votes. `tell`: this is the step after which
+        the ranks gather their times; `gflops`: this rank's peak."""
         self._hash_foreign()
         both = (self._hash_sum + self._contents_sum) % 2**64
         if self._leads:
@@ -102,11 +172,103 @@ class Sums:
         return torch.tensor(mine, dtype=torch.int64)
 
 
+@dataclass
+class Pending:
+    """A step whose numbers have not arrived from the other ranks yet. They are sums over all ranks,
+    valid when `arrive` has returned."""
+
+    # digest, samples, weight, loss and h are filled in on arrival
+    record: rec.StepRecord
+    t_start: float  # wall clock
+    # from its begin to the end of `update`, by the host's clock, if it was not timed otherwise; the
+    # arrival of the numbers, and the script's work until the next step, are not part of its time
+    host_s: float
+    # (4,) float64, host (valid when `copied` has passed): loss sum, weight, grad norm; and this
+    # rank's own loss sum
+    floats: torch.Tensor
+    # (10 + wants,) int64, host: digest halves, samples, `VOTES`, contents halves, halves of the
+    # same digests of replicas' other ranks, whether to gather times now, GFLOP/s, whether the
+    # script requests the end of the run
+    ints: torch.Tensor
+    own_weight: float = 0.0
+    micros: int = 0  # micro-batches that this rank did
+    copied: Any = None  # a GPU's event; when it has passed, the whole step is done
+    work: Any = None
+    with_contents: bool = False  # the record has a digest of the contents read (of a stream)
+    scaled: bool = False  # with a GradScaler, so the norm may be infinite
+
+    def arrive(self) -> tuple[float, float, float]:
+        """Wait for the other ranks. Return the loss over the global batch, the global weight and
+        the gradient norm. The loss of a step of which the script has skipped everything is 0."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.copied = None
+        loss_sum, weight, norm, _ = self.floats.tolist()
+        skipped = not weight and loss_sum == 0.0
+        return (0.0 if skipped else loss_sum / weight if weight else math.nan), weight, norm
+
+    def digests(self) -> tuple[str, str]:
+        """Return the digests of the samples of the step and of their contents ("": not wanted)."""
+        samples = f"{sum_of_halves(self.ints[DIGEST]):016x}"
+        return samples, f"{sum_of_halves(self.ints[CONTENTS]):016x}" if self.with_contents else ""
+
+    @property
+    def samples(self) -> int:
+        return int(self.ints[SAMPLES])
+
+    @property
+    def votes(self) -> torch.Tensor:
+        """The number of ranks that want each `Want`."""
+        return self.ints[VOTES]
+
+    @property
+    def enough(self) -> int:
+        """The number of ranks whose script wants the run to end."""
+        return int(self.ints[ENOUGH])
+
+    @property
+    def tells_times(self) -> bool:
+        """True if the ranks gather their times after this step."""
+        return bool(self.ints[TELL])
+
+    @property
+    def peak_gflops(self) -> int:
+        return int(self.ints[GFLOPS])
+
+    def check_replicas(self) -> None:
+        """Raise HarnessError unless all ranks of each replica were given the same samples."""
+        others = self.record.replica_ranks - 1
+        wanted = (
+            others * (sum_of_halves(self.ints[DIGEST]) + sum_of_halves(self.ints[CONTENTS])) % 2**64
+        )
+        if others and sum_of_halves(self.ints[TWINS]) != wanted:
+            raise HarnessError(
+                f"step {self.record.step}: wanted all {others + 1} ranks of a replica to read the "
+                "same samples, found that they did not; the dataset must give the same rows on "
+                "every rank (does it split itself by rank?)"
+            )
+
+
+def halves(total: int) -> tuple[int, int]:
+    """Split a 64-bit number into two halves of 32 bits, the lower first."""
+    return total & 0xFFFFFFFF, total >> 32
+
+
+def sum_of_halves(two: torch.Tensor) -> int:
+    """Return the sum, mod 2**64, from the sums of `halves`."""
+    low, high = two.tolist()
+    return int(low + (high << 32)) % 2**64
+
+
 def to_host(floats: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """A copy on the host, and the event after which it is there; None: now. Nobody waits here."""
+    """Copy to the host without blocking. Return the copy and the event that completes it, or
+    None if it is complete."""
     if floats.device.type != "cuda":
         return floats, None
-    on_host = floats.to("cpu", non_blocking=True)  # that is pinned
+    on_host = floats.to("cpu", non_blocking=True)  # torch makes it pinned
     copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     copied.record()
     return on_host, copied
@@ -114,7 +276,7 @@ def to_host(floats: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None
 
 @dataclass(frozen=True)
 class Work:
-    """What steps are made of, and the update that ends each."""
+    """The parts that steps use, and the update that ends each step."""
 
     peers: Peers
     run: Run
@@ -133,7 +295,7 @@ class Work:
         return self.feed.batching
 
     def finish_staging(self) -> None:
-        """The state may change from here on."""
+        """Wait for the copy of a snapshot, as the state may change from here on."""
         if self.snapshotter.copies:
             self.timer.enter(SNAPSHOT)
             self.snapshotter.finish_staging()
@@ -148,13 +310,15 @@ class Work:
         lr: float,
         begins: int = -1,
     ) -> None:
-        """The optimizers have stepped: what this step was is on its way to all ranks. `floats`: as
-        `Pending.floats`; `begins`: see `StepRecord.begins`."""
+        """End a step after the optimizers have stepped: begin the exchange of its numbers between
+        ranks. `began`: wall clock and perf_counter at its begin; `micros`: micro-batches done here;
+        `floats`: as in `Pending.floats`; `begins`: see `StepRecord.begins`."""
         self.timer.enter(COMMUNICATION)
-        self.training.share_buffers()
+        for share in self.training.hooks.after_update:
+            share()
         self.timer.enter(HARNESS)
         self.run.step += 1
-        # the step before this one (on a GPU): its numbers have had a whole step to arrive
+        # the previous step (on a GPU), whose numbers had a whole step's time to arrive
         self.log.settle()
         tell = self.peers.rank == 0 and self.log.times.due()
         ints = sums.ints(tell, self.rates.peak_gflops)
@@ -194,15 +358,15 @@ class Work:
         )
 
     def summed(self, sums: Sums) -> tuple[torch.Tensor, float | torch.Tensor]:
-        """Gradients and numbers over all ranks: `Pending.floats` without the norm, and the global
-        weight."""
+        """Sum gradients and numbers over all ranks. Return `Pending.floats` without the norm, and
+        the global weight."""
         device = self.peers.device
         self.timer.enter(COMMUNICATION)
         self.training.strategy.reduce()
         totals = torch.stack([sums.losses, to_device(sums.weights_tensor(), device)])
         own = sums.losses.sum().view(1)
         if self.peers.control is not None:
-            dist.all_reduce(totals)  # on the device's own stream: no host waits for it
+            dist.all_reduce(totals)  # on the device's stream, so no host waits for it
         self.timer.enter(OPTIMIZER)
         zero = torch.zeros(1, dtype=torch.float64, device=device)
         floats = torch.cat([totals.sum(1), zero, own])
@@ -214,12 +378,12 @@ class Work:
     def reduce(
         self, sums: Sums, clip_norm: float | None, of: Sequence[torch.optim.Optimizer] = ()
     ) -> torch.Tensor:
-        """Gradients over all ranks, divided and clipped; `Pending.floats`. `of`: only of what these
-        optimizers hold, the others are zero; (): of all."""
+        """Sum gradients over all ranks, divide and clip them, and return `Pending.floats`. `of`:
+        keep the gradients of these optimizers' parameters only and set others to zero; (): all."""
         strategy, scaler = self.training.strategy, self.training.scaler
         floats, weight = self.summed(sums)
-        self.training.settle_norms(sum(sums.shares) or self.batching.micro_batches)
-        self.training.statistics.loads.settle()
+        for settle in self.training.hooks.before_update:
+            settle(sum(sums.shares) or self.batching.micro_batches, False)
         strategy.divide(weight)
         if of:
             self._forget_others(of)
@@ -241,7 +405,7 @@ class Work:
                 p.grad.zero_()
 
     def optimize(self) -> None:
-        """Optimizers and schedulers step."""
+        """Step all optimizers, the GradScaler and the scheduler."""
         scaler, scheduler = self.training.scaler, self.training.scheduler
         for optimizer in self.training.optimizers:
             if scaler is not None:
@@ -254,5 +418,359 @@ class Work:
             scheduler.step()
 
     def seed_between(self) -> None:
-        """What runs between two steps (an evaluation) draws the same on any world."""
+        """Seed code that runs between two steps (an evaluation), alike on any world."""
         seed_everything(seed_for(self.feed.seed, self.run.step, self.batching.micro_batches))
+
+
+# Optimizer updates as a script sees them: their micro-batches, backward, and an update that may
+# be divided into its parts.
+
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+DONE_AGAIN = (
+    "a gradient was far greater than those before it, or came in parts for the first time, so this "
+    "step's micro-batches are done once more: buffers are put back, and step.attempt is 1 (this is "
+    "told once)"
+)
+
+
+@dataclass
+class AtHand:
+    """The micro-batch that the script has now. `filler`: it does not contribute to the step."""
+
+    micro: int
+    samples: int
+    filler: bool = False
+    backwards: int = 0
+
+
+@dataclass
+class GivenMicro:
+    """A micro-batch as the loader gave it. `filler`: it does not contribute to the step."""
+
+    micro: int
+    samples: int
+    filler: bool
+    data: Any
+
+
+class OpenStep:
+    """The base of a script's steps. `number`: 1, 2, ... `attempt`: 0; with exact sums 1, 2, ...
+    while the same micro-batches are repeated because a gradient did not fit: the loop's body should
+    count and log only at 0 (see `attach`). `updated`: the step is over.
+    """
+
+    begins = -1  # see `StepRecord.begins`
+
+    def __init__(self, work: Work, number: int, began: tuple[float, float] | None = None):
+        """Begin a step. `began`: when it began, if earlier (wall clock, perf_counter)."""
+        self.number, self._work = number, work
+        self.attempt = 0
+        self.updated = False
+        self._sums = self._phase = self._new_sums()  # for the record; for the present phase
+        self._hand = AtHand(0, 0)
+        # micro-batches of this phase that had no backward so far; -1: none has begun
+        self._left = -1
+        self._micros = 0  # number of micro-batches that had one, in all phases
+        # sums of the first phase, and of the newest; None: not summed yet
+        self._floats: torch.Tensor | None = None
+        self._newest: torch.Tensor | None = None
+        self._lr = 0.0
+        self._tell_phase(0)
+        if began is None:
+            work.timer.begin(number)
+        self._began = began or (time.time(), time.perf_counter())
+
+    def _new_sums(self) -> Sums:
+        work = self._work
+        peers = work.peers
+        return Sums(
+            work.batching, peers.device, peers.leads_replica, tells=work.training.tells_losses
+        )
+
+    def _take_up(self, micro: int, samples: int, last: bool, filler: bool = False) -> None:
+        """Prepare the forward of a micro-batch. `last`: it is the last one of this phase."""
+        self._hand = AtHand(micro, samples, filler)
+        self._work.training.strategy.micro(last=last, filler=filler)
+        for take_up in self._work.training.hooks.before_micro:
+            take_up(micro, not filler, False)
+        seed_everything(seed_for(self._work.feed.seed, self.number, micro))
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        weight: float | None = None,
+        via: Callable[[torch.Tensor], object] | None = None,
+    ) -> None:
+        """Add this micro-batch's gradients. `loss`: mean over the micro-batch, 0-d. `weight`: the
+        weight of that mean; by default the number of samples; give the number of valid tokens if
+        that varies. If ranks share the positions (`cp`), both are for this rank's positions. `via`:
+        the function that does the backward, such as `fabric.backward`; None: `loss.backward`.
+
+        It may be called several times for a micro-batch, equally often for each: without weights
+        the losses add up; with weights each is the mean of a part of it (a loss in chunks).
+        """
+        training, hand = self._work.training, self._hand
+        self._work.timer.enter(BACKWARD)
+        if (whole := getattr(loss, "full_tensor", None)) is not None:  # from torch's loss_parallel
+            loss = whole()
+        parts = self._work.peers.parts
+        amount = float(hand.samples / parts if weight is None else weight)
+        if hand.filler:
+            amount = 0.0
+        scaled = loss * amount
+        if training.scaler is not None:
+            scaled = training.scaler.scale(scaled)
+        for note in training.hooks.before_backward:
+            note()
+        # an engine (DeepSpeed) has its own backward
+        own = getattr(training.strategy, "backward", torch.Tensor.backward)
+        (via or own)(scaled)
+        training.strategy.micro_done()
+        if not hand.filler:
+            self._phase.add(hand.micro, loss, amount, hand.backwards > 0, weight is not None)
+        self._phase.tokens_weighted |= weight is not None
+        if not hand.backwards:
+            self._left -= 1
+            self._micros += 1
+            self._work.rates.counted(hand.samples)
+        hand.backwards += 1
+        self._work.timer.enter(OTHER)
+
+    def sync(self, clip_norm: float | None = None, *, of: Optimizers | None = None) -> torch.Tensor:
+        """Make `p.grad` the gradient of the global batch's mean loss on every rank, clipped to
+        `clip_norm`, and return its norm before clipping, 0-d. All ranks call it after the last
+        micro-batch. Then the script's optimizers step and `done` ends the step, or `again` begins
+        another phase. `of`: one optimizer, or several: gradients of all other parameters become
+        zero. With a GradScaler the gradients are unscaled. Raises BadInput."""
+        w = self._work
+        if not self.complete:
+            raise BadInput(
+                f"step {self.number}: step.sync() or update() came before all micro-batches of the "
+                "step were done; let `for batch in step` run to its end, with a step.backward for "
+                "each"
+            )
+        if self._newest is not None:
+            raise BadInput(f"step {self.number}: step.sync() came twice; step.again() is between")
+        optimizers = () if of is None else (of,) if isinstance(of, torch.optim.Optimizer) else of
+        w.peers.life.tell(WorkerPhase.REDUCE)
+        found = self._newest = w.reduce(self._phase, clip_norm, tuple(optimizers))
+        if self._floats is None:
+            self._floats = found
+            self._lr = float(w.training.optimizers[0].param_groups[0]["lr"])
+        w.finish_staging()
+        w.peers.life.tell(WorkerPhase.COMPUTE)
+        seed_everything(seed_for(w.feed.seed, self.number, w.batching.micro_batches + 1))
+        return found[2].clone()
+
+    def done(self) -> None:
+        """End the step after the optimizers have stepped, and record it. Raises BadInput."""
+        w = self._work
+        if self._floats is None or self.updated:
+            raise BadInput(
+                f"step {self.number}: wanted step.done() once, behind step.sync() and the "
+                "optimizers' steps"
+            )
+        w.training.strategy.zero()
+        w.done(self._sums, self._began, self._micros, self._floats, self._lr, self.begins)
+        w.seed_between()
+        self.updated = True
+
+    def update(self, clip_norm: float | None = None) -> None:
+        """Sum gradients over all replicas, divide by the global weight, clip, and step all prepared
+        optimizers and the scheduler: `sync`, their steps, `done`."""
+        self.sync(clip_norm)
+        self._work.optimize()
+        self.done()
+
+    @property
+    def loss(self) -> float:
+        """The loss over the global batch: after `sync` that of this phase, after `done` or `update`
+        that of the step, which is its first phase's. Reading it waits for the other ranks (and the
+        GPU), so read it only when needed."""
+        if self.updated or self._newest is None:
+            return self._work.log.loss_of(self.number)
+        total, weight = self._newest[:2].tolist()
+        return total / weight if weight else math.nan
+
+    @property
+    def complete(self) -> bool:
+        """True if each micro-batch of this phase has had its backward."""
+        return self._left == 0
+
+    @property
+    def went_backward(self) -> bool:
+        """True if the micro-batch that the script has now has had its backward."""
+        return self._hand.backwards > 0
+
+    def _repeat(self) -> None:
+        """Prepare the repetition of this phase on all ranks, because a gradient did not fit."""
+        w = self._work
+        self.attempt += 1
+        if not w.log.repeated:
+            w.log.repeated = True
+            w.run.warn(DONE_AGAIN, self.number)
+        if w.training.buffers is not None and (lost := w.training.buffers.restore()):
+            w.run.warn(lost, self.number)
+
+    def _next_phase(self) -> None:
+        """Begin the next phase, with the same micro-batches. Raises BadInput."""
+        if self._newest is None:
+            raise BadInput(
+                f"step {self.number}: step.again() before step.sync(): the gradients of the phase "
+                "before would be lost"
+            )
+        self._work.training.strategy.zero()
+        self._phase, self._newest, self.attempt = self._new_sums(), None, 0
+        self._phase.shares = self._sums.shares
+        self._tell_phase(self._phase_number + 1)
+
+    def _tell_phase(self, number: int) -> None:
+        self._phase_number = number
+        if isinstance(strategy := self._work.training.strategy, Replicated):
+            strategy.phase = number
+
+
+class Step(OpenStep):
+    """One optimizer update of `run.steps`. Iterate over this rank's micro-batches, call `backward`
+    for each, then `update`; or, instead of `update`, its parts: `sync`, `again`, `done`."""
+
+    def __init__(self, work: Work, number: int, batches: Iterator[MicroBatch]):
+        self._batches = batches
+        self._current: MicroBatch | None = None
+        self._mine: list[int] = []  # this rank's micro-batches
+        self._fresh = True  # they were not given to the script yet
+        # kept for a stream, which cannot be read again; and on a GPU, if there are phases
+        self._read: list[MicroBatch] = []
+        super().__init__(work, number)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._current is not None:
+            raise BadInput(
+                f"step {self.number}: its micro-batches were given already; step.again() gives "
+                "them once more, behind step.sync()"
+            )
+        return self._round()
+
+    def again(self) -> Iterator[Any]:
+        """Return an iterator over this step's micro-batches again, for its next phase: another
+        network's losses (GAN, actor and critic), or another evaluation in a closure (LBFGS). Their
+        forwards repeat the same random draws. The first call in a step is the same as iterating
+        over it; call it later only after `sync`. Raises BadInput."""
+        if self._current is not None:
+            self._work.training.phases = True
+            self._next_phase()
+        return self._round()
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the data that contains the step's first sample: 0, 1, ..."""
+        b = self._work.batching
+        return (self.number - 1) * b.global_batch // b.samples
+
+    @property
+    def ends_epoch(self) -> bool:
+        """True if the step contains the last sample of a pass over the data."""
+        b = self._work.batching
+        return self.number * b.global_batch // b.samples > self.epoch
+
+    def pipeline(self) -> None:
+        """Run forward and backward of all this step's micro-batches through the stages of a
+        `harness.pipeline` model, instead of a loop over them. It works on every mesh. Raises
+        BadInput."""
+        w = self._work
+        model = w.training.model
+        if not isinstance(model, StagedModel):
+            raise BadInput(
+                "step.pipeline(): wanted a model made by harness.pipeline(model, run, loss), found "
+                f"{type(model).__name__}"
+            )
+        if self._current is not None:
+            raise BadInput(f"step {self.number}: wanted step.pipeline() once")
+        for rounds in self._attempts():
+            given = [self._give(i) for i in range(rounds)]
+            model.run_micros(w, self._phase, self.number, given)
+            self._left, self._micros = 0, self._micros + rounds
+
+    def _round(self) -> Iterator[Any]:
+        w, timer = self._work, self._work.timer
+        for rounds in self._attempts():
+            for i in range(rounds):
+                given = self._give(i)
+                self._take_up(given.micro, given.samples, i == rounds - 1, given.filler)
+                data = to_device(given.data, w.peers.device)
+                if not given.filler:
+                    w.rates.arm()
+                timer.enter(FORWARD)
+                yield data
+                if not self.went_backward:
+                    raise BadInput(
+                        f"step {self.number}: step.backward(loss) was called 0 times for one "
+                        "micro-batch, wanted once at least"
+                    )
+
+    def _attempts(self) -> Iterator[int]:
+        """Yield the number of micro-batches, with fillers, once for each time that this phase must
+        be done. `_give` returns the micro-batches."""
+        w, timer = self._work, self._work.timer
+        timer.enter(HARNESS)
+        first = self._fresh = self._current is None
+        micros = self._mine = list(w.feed.plan.micros(w.peers.rank))
+        rounds = w.feed.plan.rounds if w.training.strategy.equal_rounds else len(micros)
+        if w.feed.stream is not None and first:
+            self._batches = w.feed.stream.step(self.number)
+        buffers = w.training.buffers if w.training.strategy.may_repeat else None
+        if buffers is not None:
+            buffers.note()
+        repeat = True
+        while repeat:
+            self._left = rounds
+            yield rounds
+            timer.enter(COMMUNICATION)
+            repeat = w.training.strategy.again()
+            timer.enter(HARNESS)
+            if repeat:
+                self._repeat()
+        if buffers is not None:
+            buffers.learn()
+        if w.feed.stream is not None and first:
+            timer.enter(DATA)
+            for _ in self._batches:  # read on to the end of the global batch
+                raise AssertionError("a micro-batch of ours came after our last one")
+        timer.enter(OTHER)
+
+    def _give(self, i: int) -> GivenMicro:
+        """Return the i-th micro-batch of this rank; a filler repeats the last one."""
+        self._work.timer.enter(DATA)
+        filler, micro = i >= len(self._mine), self._mine[min(i, len(self._mine) - 1)]
+        if not filler:
+            self._current = self._next(i, micro, self._fresh and not self.attempt)
+        assert self._current is not None
+        return GivenMicro(micro, len(self._current.samples), filler, self._current.data)
+
+    def _next(self, i: int, micro: int, fresh: bool) -> MicroBatch:
+        """Return the i-th micro-batch of this rank. `fresh`: read it for the first time."""
+        if not fresh:
+            return self._again(i, micro)
+        batch = next(self._batches)
+        self._sums.note(batch)
+        w = self._work
+        if w.feed.stream is not None or (w.training.phases and w.peers.device.type != "cpu"):
+            self._read.append(batch)
+        return batch
+
+    def _again(self, i: int, micro: int) -> MicroBatch:
+        """Return a micro-batch again, from the dataset or from the stream's items, because the
+        script may have changed its tensors. On a GPU the script only has a copy, so a kept batch
+        is reused."""
+        feed = self._work.feed
+        if feed.stream is not None:
+            return replace(self._read[i], data=feed.stream.collated_again(self._read[i]))
+        if self._read:
+            return self._read[i]
+        assert feed.read_again is not None and self._current is not None
+        return replace(
+            self._current,
+            data=feed.read_again(self.number, micro),
+            samples=self._current.samples,
+        )

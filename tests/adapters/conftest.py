@@ -3,14 +3,14 @@
 import json
 
 import pytest
-from worlds import Nursery, environment
 
-from harness.agent import nursery
+from harness.node import forkserver
+from support.worlds import Nursery, environment
 
 
 class Warm(Nursery):
     def __init__(self, preload):
-        self._warm = nursery.Nursery(environment() | {"HARNESS_PRELOAD": preload})
+        self._warm = forkserver.ForkServerClient(environment() | {"HARNESS_PRELOAD": preload})
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,14 @@ pytest.importorskip("accelerate")
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler, SequentialSampler
-from worlds import Nursery, environment, history
 
-from harness.adapters.accelerate_again import Tape
-from harness.adapters.accelerate_rounds import Interleaved, deal
-from harness.adapters.script_decisions import Decisions
-from harness.adapters.script_variables import ScriptVariables
+from harness.adapters.accelerate.forward_replay import Tape
+from harness.adapters.accelerate.rounds import Interleaved, deal
+from harness.adapters.accelerate.script_state import Decisions, ScriptVariables
 from harness.core.world import BadInput
-from harness.views.audit import audit
-from storage.opening import open_store
+from harness.look.audit.audit import audit
+from storage.stores.store_urls import open_store
+from support.worlds import Nursery, environment, history
 
 SCRIPT = Path(__file__).parent / "scripts" / "accelerate_loop.py"
 PLAINLY = SCRIPT.with_name("plainly.py")
@@ -379,3 +378,44 @@ def test_a_script_decides_again_as_it_did():
         assert sys.gettrace() is tracer
     finally:
         sys.settrace(None)
+
+
+# ---- what a script registers nowhere -------------------------------------------------------------
+AVERAGES = SCRIPT.with_name("accelerate_averages.py")
+
+
+def flat(value):
+    """The numbers of the averages, in order."""
+    if isinstance(value, dict):
+        return [one for name in sorted(value) for one in flat(value[name])]
+    if isinstance(value, list):
+        return [one for each in value for one in flat(each)]
+    return torch.as_tensor(value).double().reshape(-1).tolist()
+
+
+@pytest.mark.parametrize("worlds", [(1, 1), (2, 1)])
+def test_averages_that_nobody_registered_go_on_after_a_kill(nursery, tmp_path, worlds):
+    """... behind an epoch's end, after which it has asked its tracker for its writer."""
+    out, calm = tmp_path / "out", tmp_path / "calm"
+    for folder in (out, calm):
+        folder.mkdir()
+    go(nursery, calm, worlds[0], script=AVERAGES)
+    go(nursery, out, worlds[0], script=AVERAGES, die_at="11:9")
+    ended = go(nursery, out, worlds[1], script=AVERAGES)
+    assert "goes through 9 steps" in ended.output and "ot restored" not in ended.output
+    found, wanted = (torch.load(folder / "means.pt") for folder in (out, calm))
+    for name in wanted:
+        assert flat(found[name]) == pytest.approx(flat(wanted[name]), abs=1e-6), name
+
+
+def test_a_loader_without_an_optimizer_is_left_to_accelerate(nursery, tmp_path):
+    env = {"HARNESS_SCRIPT_WORLD": "1"}
+    ended = go(nursery, tmp_path, 1, "--statistics", script=AVERAGES, env=env)
+    assert "statistics 8 True" in ended.output
+    assert len(history(tmp_path / "run")) == 24
+
+
+def test_a_second_training_is_refused_as_one(nursery, tmp_path):
+    env = {"HARNESS_SCRIPT_WORLD": "1"}
+    ended = go(nursery, tmp_path, 1, "--twice", script=AVERAGES, env=env, codes=(1,))
+    assert "this script trains a second time, and one run is one training" in ended.output

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from worlds import environment
+
+from support.worlds import environment
 
 pytest.importorskip("transformers")
 pytest.importorskip("lightning")

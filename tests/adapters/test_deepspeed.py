@@ -7,10 +7,9 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-from worlds import history, newest, same_training
-
-from harness.views.audit import audit
-from storage.opening import open_store
+from harness.look.audit.audit import audit
+from storage.stores.store_urls import open_store
+from support.worlds import history, newest, same_training
 
 SCRIPT = Path(__file__).parent / "scripts" / "deepspeed_zero.py"
 PRELOAD = "deepspeed"

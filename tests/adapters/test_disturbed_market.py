@@ -10,11 +10,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from campaign import Campaign
-from worlds import history
 
-from storage.opening import open_store
-from storage.snapshots import Snapshots
+from storage.snapshots.snapshots import Snapshots
+from storage.stores.store_urls import open_store
+from support.campaign import Campaign
+from support.worlds import history
 
 SCRIPTS = Path(__file__).parent / "scripts"
 # script, what it needs, its flags, what `harness run` is told
@@ -23,10 +23,10 @@ CASES = {
         SCRIPTS / "accelerate_loop.py",
         ("accelerate",),
         "--epochs 8 --patience 1 --sleep-s 0.1",
-        "--preload accelerate",
+        "--set preload=accelerate",
     ),
     "alone": (
-        Path(__file__).parents[1] / "alone_trainer.py",
+        Path(__file__).parents[1] / "support" / "alone_trainer.py",
         ("torch",),
         "--epochs 20 --sleep-s 0.1",
         "",
@@ -47,7 +47,7 @@ CASES = {
         SCRIPTS / "titan_debug.py",
         ("torchtitan",),
         "--training.steps 40",
-        "--attach reduce=fast --preload torchtitan.trainer",
+        "--attach reduce=fast --set preload=torchtitan.trainer",
     ),
     "lightning": (
         SCRIPTS / "lightning_plain.py",
@@ -118,7 +118,7 @@ def _folder(path):
 
 def compare(rough, calm):
     """The same training, and the script's own doings fired as often."""
-    verified = harness("verify", rough.run)
+    verified = harness("prove", "verify", rough.run)
     assert verified.returncode == 0, verified.stdout + verified.stderr
     one, other = history(rough.run), history(calm.run)
     assert [r.step for r in one] == [r.step for r in other]

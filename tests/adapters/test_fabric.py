@@ -8,10 +8,9 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from worlds import environment, history
-
-from harness.views.audit import audit
-from storage.opening import open_store
+from harness.look.audit.audit import audit
+from storage.stores.store_urls import open_store
+from support.worlds import environment, history
 
 SCRIPT = Path(__file__).parent / "scripts" / "fabric_plain.py"
 PRELOAD = "lightning.fabric"

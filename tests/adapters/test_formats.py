@@ -8,7 +8,17 @@ import random
 import numpy as np
 import pytest
 import torch
-from foreign_datasets import (
+
+import harness
+from harness.core.world import BadInput
+from harness.data.card import CorpusCorrupt, card_of
+from harness.data.datasets import named_by
+from harness.data.formats.format import IndexSettings
+from harness.data.prepare.indexing import IndexPlan, make_index
+from harness.data.verify import damaged
+from storage.stores.store_urls import open_store
+from storage.testing.faulty_store import corrupt
+from support.foreign_datasets import (
     documents,
     rows,
     write_litdata,
@@ -17,17 +27,6 @@ from foreign_datasets import (
     write_parquet,
     write_tar,
 )
-
-import harness
-from harness.core.world import BadInput
-from harness.data.card import CorpusCorrupt
-from harness.data.checking import damaged
-from harness.data.formats.seam import IndexSettings
-from harness.data.indexing import IndexPlan, make_index
-from harness.data.opening import card_of
-from harness.data.reading import named_by
-from storage.faults import corrupt
-from storage.opening import open_store
 
 
 def indexed(source, dest, **how):

@@ -12,6 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from storage.tensors import state_tree
+
 transformers = pytest.importorskip("transformers")
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "examples")]
@@ -20,9 +22,10 @@ import gpt
 import models
 
 import harness
-from harness.core.models import named_shape, shape_of
-from storage import MemoryStore, Ref, Snapshots, dcp
-from storage.export import export
+from harness.meshes.model_shapes import named_shape, shape_of
+from storage import MemoryStore, Ref, Snapshots
+from storage.export.safetensors import export
+from storage.tensors import dcp
 
 LLAMA3 = {
     "factor": 8.0,
@@ -61,7 +64,7 @@ def ours(name):
 
 def exported(model, out, **how):
     store = MemoryStore(objects={})
-    tensors, plain = dcp.split({"model": model.state_dict()})
+    tensors, plain = state_tree.split({"model": model.state_dict()})
     saver = dcp.Saver(Snapshots(store, 4096))
     saver.plan(tensors)
     data = {"state": plain, "config": model.config.to_dict()}

@@ -11,10 +11,9 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from worlds import environment, history, newest
-
-from harness.views.audit import audit
-from storage.opening import open_store
+from harness.look.audit.audit import audit
+from storage.stores.store_urls import open_store
+from support.worlds import environment, history, newest
 
 SCRIPT = Path(__file__).parent / "scripts" / "lightning_plain.py"
 PRELOAD = "lightning.pytorch"
@@ -131,6 +130,25 @@ def test_a_step_that_is_done_again_is_logged_once(tmp_path, go):
     same(events(go.folder), events(expected))
     assert ended(go.folder) == pytest.approx(ended(expected), rel=1e-5)
     sound(go.url)
+
+
+@pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (2, 3)])
+def test_a_batch_that_training_step_skips_is_no_error(tmp_path, go, world, accumulate):
+    """A whole step without a loss: the optimizer does not step, as without the harness."""
+    flags = ("--skip", 3, "--accumulate", accumulate, "--epochs", 2)
+    expected = plain(tmp_path / "plain", *flags)
+    go(world, *flags)
+    assert ended(go.folder)[:-3] == pytest.approx(ended(expected)[:-3], rel=1e-5)
+    skipped = [r.step for r in history(go.url) if r.weight == 0]
+    assert bool(skipped) == (accumulate == 1)
+    sound(go.url)
+
+
+def test_what_is_not_heeded_on_slurm_is_said(go, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    output = go(1, "--epochs", 1).output
+    assert "Slurm requeue are not heeded" in output
+    assert "Events keeps fits (int), which a resumed run begins anew" in output
 
 
 def test_the_other_copy_of_lightning_and_early_stopping(tmp_path, go):

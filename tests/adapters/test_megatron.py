@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("megatron.core.dist_checkpointing")
 
-from storage.opening import open_store
-from storage.snapshots import Snapshots
+from storage.snapshots.snapshots import Snapshots
+from storage.stores.store_urls import open_store
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT = SCRIPTS / "megatron_state.py"

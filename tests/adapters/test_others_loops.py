@@ -4,7 +4,8 @@ give what a run gets that was left alone (docs/trainers/data.md)."""
 from pathlib import Path
 
 import pytest
-from worlds import history, train
+
+from support.worlds import history, train
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "others_loop.py")
 N = 40

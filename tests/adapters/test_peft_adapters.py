@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from worlds import train
 
-from storage.command import main
-from storage.opening import open_store
-from storage.snapshots import Snapshots
+from storage.snapshots.snapshots import Snapshots
+from storage.snapshots_command import main
+from storage.stores.store_urls import open_store
+from support.worlds import train
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

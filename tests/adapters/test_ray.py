@@ -3,7 +3,7 @@ worker meets the documented part of its interface only (scripts/ray_worker.py)."
 
 from pathlib import Path
 
-from worlds import history, newest, train
+from support.worlds import history, newest, train
 
 SCRIPT = Path(__file__).parent / "scripts" / "ray_worker.py"
 

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
-from worlds import same_training
+
+from support.worlds import same_training
 
 PRELOAD = "transformers"
-SCRIPT = Path(__file__).parents[1] / "split_models.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "split_models.py"
 
 
 @pytest.mark.parametrize(("kind", "flags"), [("llama", ()), ("qwen3", ("--loss-parallel",))])

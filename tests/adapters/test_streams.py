@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from harness.core.world import BadInput
-from harness.worker.loader import seed_everything
-from harness.worker.rehearsal import rehearse
-from harness.worker.shares import SharedLoader
-from storage import dcp
+from harness.loops.shared_batches import SharedLoader
+from harness.worker.batches.feed import rehearse
+from harness.worker.batches.loader import seed_everything
+from storage.tensors import state_tree
 
 datasets = pytest.importorskip("datasets")
 wds = pytest.importorskip("webdataset")
@@ -178,7 +178,7 @@ def test_streams_are_shared_out_and_gone_on_with_exactly(make, says, shards):
         seed_everything(1)
         loader = shared(make, shards, range(1), tell=tell)
         epoch(loader, stop)
-        state = dcp.join(*dcp.split(loader.state_dict()))
+        state = state_tree.join(*state_tree.split(loader.state_dict()))
         seed_everything(9)
         again = shared(make, shards, tell=tell)
         again.load_state_dict(state)
@@ -200,7 +200,7 @@ def test_a_map_style_stateful_loader_is_read_by_its_sampler(shards):
         loader = shared(make, shards)
         assert list(epoch(loader, 5).values()) == alone[:5]
         again = shared(make, shards)
-        again.load_state_dict(dcp.join(*dcp.split(loader.state_dict())))
+        again.load_state_dict(state_tree.join(*state_tree.split(loader.state_dict())))
         assert list(epoch(again).values()) == alone[5:]
 
 
@@ -228,3 +228,16 @@ def test_steps_say_at_the_start_what_a_stream_will_lose():
     assert rehearse(rows(num_shards=3)) == ""
     for stream in (rows().map(doubled), rows().shuffle(seed=3, buffer_size=8)):
         assert "samples are lost or repeated" in rehearse(stream)
+
+
+def test_datasets_by_name_have_a_fingerprint():
+    """... as sentence-transformers' trainers are given them."""
+    from harness.worker.batches.loader import fingerprint
+
+    def made(**columns):
+        sets = {name: datasets.Dataset.from_dict({"i": rows}) for name, rows in columns.items()}
+        return fingerprint(datasets.DatasetDict(sets))
+
+    one = made(pairs=[1, 2], triplets=[3])
+    assert one == made(triplets=[3], pairs=[1, 2]) and one.startswith("named:")
+    assert one != made(pairs=[1, 2], triplets=[4]) and one != made(pairs=[1, 2], others=[3])

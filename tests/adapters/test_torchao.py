@@ -9,9 +9,9 @@ pytest.importorskip("torchao")
 
 import torch
 from torch import nn
-from worlds import history, newest
 
 import harness
+from support.worlds import history, newest
 
 SCRIPT = Path(__file__).parent / "scripts" / "torchao_loop.py"
 PRELOAD = "torchao.float8,torchao.optim"

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from worlds import environment, history, newest, until
 
 from harness.core.world import DRAINED, BadInput
-from storage.opening import open_store
-from storage.snapshots import Snapshots
+from storage.snapshots.snapshots import Snapshots
+from storage.stores.store_urls import open_store
+from support.worlds import environment, history, newest, until
 
 pytest.importorskip("torchtitan")
 
@@ -129,7 +129,7 @@ def test_killed_and_drained_on_other_worlds_it_trains_as_torchtitan_alone(folder
     assert [r.loss for r in mine.values()] == pytest.approx(list(alone.values()), rel=1e-4)
     last = logged(said, "validate step")
     assert last and last.items() <= logged(plain, "validate step").items()
-    verified = subprocess.run([*HARNESS, "verify", str(run)], capture_output=True, text=True)
+    verified = subprocess.run([*HARNESS, "prove", "verify", str(run)], capture_output=True, text=True)
     assert verified.returncode == 0, verified.stdout
     snapshots = Snapshots(open_store(str(run)))
     assert snapshots.ended(snapshots.latest())
@@ -137,7 +137,7 @@ def test_killed_and_drained_on_other_worlds_it_trains_as_torchtitan_alone(folder
 
 def test_by_its_own_overrides_without_an_agent(folder, plain):
     """The same, from torchrun; and data that end are the end of the training."""
-    run, ours = folder / "own", "harness.adapters.torchtitan"
+    run, ours = folder / "own", "harness.adapters.torchtitan.overrides"
     said = torchrun(
         folder,
         *("--training.global_batch_size", "-1", "--dump_folder", "own_outputs"),
@@ -153,7 +153,7 @@ def test_by_its_own_overrides_without_an_agent(folder, plain):
 
 
 def test_a_node_imports_it_once():
-    from harness.cli.adapt import to_preload
+    from harness.cli.node import to_preload
 
     assert to_preload(["-m", "torchtitan.train", "--module", "llama3"]) == ["torchtitan.trainer"]
     assert to_preload(["-m", "timeit"]) == []
@@ -173,7 +173,7 @@ def test_a_node_imports_it_once():
     ],
 )
 def test_degrees_fit_any_world(asked, world, fitted):
-    from harness.adapters.titan import fit_degrees
+    from harness.adapters.torchtitan.patch import fit_degrees
 
     parallelism = SimpleNamespace(
         data_parallel_replicate_degree=asked[0], data_parallel_shard_degree=asked[1]
@@ -187,7 +187,7 @@ def test_degrees_fit_any_world(asked, world, fitted):
 
 
 def test_what_does_not_fit_is_refused_by_name():
-    from harness.adapters.titan import adopt, check_parallelism, fit_batch
+    from harness.adapters.torchtitan.patch import adopt, check_parallelism, fit_batch
 
     with pytest.raises(BadInput, match=r"comm\.mode='torchcomms'"):
         adopt(SimpleNamespace(comm=SimpleNamespace(mode="torchcomms")), None)
@@ -221,7 +221,7 @@ class Numbers:
 
 @pytest.mark.parametrize("micro_batches", [2, 4, 5, 7])
 def test_any_world_reads_the_same_streams(micro_batches):
-    from harness.adapters.titan_data import TitanStreams
+    from harness.adapters.torchtitan.data import TitanStreams
 
     def read(bounds, places=None):
         """One step on that many ranks, and where the streams are after it."""
@@ -243,7 +243,7 @@ def test_any_world_reads_the_same_streams(micro_batches):
 
 
 def test_a_place_that_nobody_knows_is_refused():
-    from harness.adapters.titan_data import TitanStreams
+    from harness.adapters.torchtitan.data import TitanStreams
 
     with pytest.raises(BadInput, match="stream 1 of the data stands, found only 0"):
         TitanStreams(Numbers, 2, 2, range(2)).load({0: {"next": 1}})
@@ -263,7 +263,7 @@ class Loader:
 
 
 def test_tokens_and_places_on_as_many_ranks_and_on_others():
-    from harness.adapters.titan_loop import TitanState
+    from harness.adapters.torchtitan.loop import TitanState
 
     def state(tokens=0, places=()):
         return TitanState(SimpleNamespace(ntokens_seen=tokens), Loader(places))
@@ -284,7 +284,7 @@ def test_tokens_and_places_on_as_many_ranks_and_on_others():
 def test_a_stream_that_ends_cancels_the_step():
     from torchtitan.components.dataloader import DataloaderExhaustedError
 
-    from harness.adapters.titan_data import TitanStreams
+    from harness.adapters.torchtitan.data import TitanStreams
 
     streams = TitanStreams(Numbers, 1, 4, range(4))
     assert len(list(streams.step())) == 4

@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from worlds import environment, history, newest, train, until
+
+from support.worlds import environment, history, newest, train, until
 
 pytest.importorskip("transformers")
 
 from harness.core.world import DRAINED, BadInput
-from harness.views.audit import audit
-from storage.opening import open_store
+from harness.look.audit.audit import audit
+from storage.stores.store_urls import open_store
 
 HERE = Path(__file__).parent
 TRAINER, TRL = HERE / "scripts/hf_trainer.py", HERE / "scripts/trl_trainer.py"
@@ -282,13 +283,13 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path, monkeypatch):
 
 
 def test_another_trainer_is_refused_by_version():
-    from harness.adapters import hf_trainer
+    from harness.adapters.transformers import patch
 
     class Other:
         def train(self, resume): ...
 
-    setattr(Other, hf_trainer.PATCHED, True)
+    setattr(Other, patch.PATCHED, True)
     with pytest.raises(
         BadInput, match=r"Trainer.train of transformers .* takes .self, resume.*--adapt none"
     ):
-        hf_trainer.check_version(Other)
+        patch.check_version(Other)

@@ -1,5 +1,5 @@
-"""LitData's chunks, which `index.json` names: each with where its items begin in front; an item is
-the bytes of its leaves behind their sizes, or nothing but tokens.
+"""LitData's chunks, which `index.json` names: each begins with the places of its items; an item is
+the bytes of its leaves after their sizes, or tokens alone.
 
 As litdata 0.2 writes them without compression; the names of leaves are those of torch's pytrees.
 """
@@ -15,9 +15,8 @@ import numpy as np
 
 from harness.core.world import BadInput
 from harness.data.card import DTYPES, TOKENS, Card, FieldCard
-from harness.data.chunks import Chunks
-from harness.data.formats.passing import FilePass
-from harness.data.formats.seam import (
+from harness.data.chunk_reader import Chunks
+from harness.data.formats.format import (
     INDEX,
     U32,
     EncodedRecord,
@@ -27,13 +26,14 @@ from harness.data.formats.seam import (
     IndexSettings,
     ItemReader,
     SourceFolder,
-    cut,
     refused,
     scan_offsets,
+    split_values,
 )
+from harness.data.formats.streamed_file import FilePass
 from harness.data.formats.token_files import scan_tokens
 
-# by the numbers that its encodings name; "": one that numpy does not have
+# by the numbers in its encodings; "" for a type that numpy does not have
 _C = ("float32", "float32", "float64", "float64", "complex64", "complex64", "complex128")
 TORCH_DTYPES = (
     *(*_C, "complex128", "float16", "float16", "", "uint8", "int8", "int16", "int16"),
@@ -48,7 +48,8 @@ LOADERS = ("PyTreeLoader", "TokensLoader")
 
 
 def dtype_of(encoding: str) -> str:
-    """Of "no_header_tensor:16": "int32"; "": it is none that is known here."""
+    """Return the numpy dtype of an encoding ("int32" for "no_header_tensor:16"); "" if it is
+    unknown."""
     name, _, number = encoding.partition(":")
     dtypes = ROWS_OF.get(name, ())
     return dtypes[int(number)] if number.isdecimal() and int(number) < len(dtypes) else ""
@@ -93,13 +94,13 @@ def _of_tokens(
 
 
 def _leaves(spec: dict[str, Any], before: str = "") -> Iterator[str]:
-    """Names of a tree's leaves in their order: keys and numbers, with dots between them; of one
-    that is nothing but a leaf "data"."""
+    """Yield the names of a tree's leaves in their order: keys and numbers, joined by dots. A tree
+    that is a single leaf has the name "data"."""
     if spec["type"] is None:
         yield before or "data"
         return
     children, context = spec["children_spec"], json.loads(spec["context"] or "null")
-    # keys of a dict; null of a list or a tuple
+    # keys of a dict; null for a list or a tuple
     names = context if isinstance(context, list) else range(len(children))
     for name, child in zip(names, children, strict=True):
         yield from _leaves(child, f"{before}.{name}" if before else str(name))
@@ -118,7 +119,7 @@ def _opened(card: Card, chunks: Chunks) -> ItemReader:
     def read(item: int, place: tuple[int, int]) -> dict[str, bytes]:
         data = chunks.read(*place)
         sizes = np.frombuffer(data[:head].ljust(head, b"\0"), U32, n).tolist()
-        return EncodedRecord(card.fields, cut(data[head:], sizes, f"item {item}"))
+        return EncodedRecord(card.fields, split_values(data[head:], sizes, f"item {item}"))
 
     return read
 

@@ -1,6 +1,6 @@
-"""MDS, the format of MosaicML's streaming: shards that `index.json` names, each with where its
-samples begin in front; a sample is its columns' bytes behind the sizes of those that have no fixed
-one.
+"""MDS, the format of MosaicML's streaming: shards that `index.json` names, each of which begins
+with the places of its samples. A sample is its columns' bytes, after the sizes of those columns
+that have no fixed size.
 
 As mosaicml-streaming 0.13 writes it (version 2 of the format).
 """
@@ -14,9 +14,8 @@ import numpy as np
 
 from harness.core.world import BadInput
 from harness.data.card import Card, CorpusCorrupt, FieldCard
-from harness.data.chunks import Chunks
-from harness.data.formats.passing import FilePass
-from harness.data.formats.seam import (
+from harness.data.chunk_reader import Chunks
+from harness.data.formats.format import (
     INDEX,
     U32,
     EncodedRecord,
@@ -26,10 +25,11 @@ from harness.data.formats.seam import (
     IndexSettings,
     ItemReader,
     SourceFolder,
-    cut,
     refused,
     scan_offsets,
+    split_values,
 )
+from harness.data.formats.streamed_file import FilePass
 
 
 def _find(folder: SourceFolder, asked: IndexSettings) -> ForeignFiles | None:
@@ -39,11 +39,8 @@ def _find(folder: SourceFolder, asked: IndexSettings) -> ForeignFiles | None:
     where = f"{folder.store.url}/{INDEX}"
     try:
         rows = [_row(row, where) for row in shards]
-        fields = [
-            tuple(map(FieldCard, row["column_names"], row["column_encodings"], _sizes(row)))
-            for row in shards
-        ]
-    except (KeyError, TypeError, AttributeError) as e:
+        fields = [_fields(row) for row in shards]
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as e:
         raise BadInput(f"{where}: wanted the index of an MDS dataset, found none: {e!r}") from e
     if len(set(fields)) > 1:
         raise refused(where, "shards whose columns differ")
@@ -55,16 +52,36 @@ def _find(folder: SourceFolder, asked: IndexSettings) -> ForeignFiles | None:
 
 
 def _row(row: dict[str, Any], where: str) -> tuple[str, int]:
-    """(key, samples) of a shard. Raises BadInput."""
+    """Return (key, samples) of a shard. Raises BadInput."""
     if row["format"] != "mds" or row["version"] != 2:
         raise refused(where, f"shards of the format {row['format']!r}, version {row['version']!r}")
     if row["compression"] or row["zip_data"]:
         raise refused(where, f"compressed shards ({row['compression']})")
-    return str(row["raw_data"]["basename"]), int(row["samples"])
+    return str(row["raw_data"]["basename"]), _count(row["samples"])
 
 
-def _sizes(row: dict[str, Any]) -> list[int]:
-    return [int(size or 0) for size in row["column_sizes"]]
+def _fields(row: dict[str, Any]) -> tuple[FieldCard, ...]:
+    """Return a shard's columns. Raises what a wrong index makes Python raise."""
+    names, encodings, sizes = row["column_names"], row["column_encodings"], row["column_sizes"]
+    if not all(isinstance(text, str) for text in (*names, *encodings)):
+        raise TypeError("a column's name or encoding is no text")
+    if not len(names) == len(encodings) == len(sizes):
+        raise ValueError(f"{len(names)} names of columns, {len(encodings)} encodings")
+    if len(set(names)) != len(names):
+        raise ValueError("two columns of one name")
+    return tuple(
+        FieldCard(name, encoding, _count(size or 0))
+        for name, encoding, size in zip(names, encodings, sizes, strict=True)
+    )
+
+
+def _count(value: Any) -> int:
+    """Return a number of samples or bytes. Raises TypeError, ValueError."""
+    if type(value) is not int:
+        raise TypeError(f"wanted a whole number, found {str(value)[:40]!r}")
+    if not 0 <= value < 1 << 48:
+        raise ValueError(f"wanted a number that is not negative and possible, found {value:.3g}")
+    return value
 
 
 def _scan(passing: FilePass, file: ForeignFile, found: ForeignFiles, asked: IndexSettings) -> None:
@@ -83,7 +100,7 @@ def _opened(card: Card, chunks: Chunks) -> ItemReader:
         sizes = list(fixed)
         for i, size in zip(loose, np.frombuffer(data, U32, len(loose)).tolist(), strict=True):
             sizes[i] = size
-        return EncodedRecord(card.fields, cut(data[head:], sizes, f"sample {item}"))
+        return EncodedRecord(card.fields, split_values(data[head:], sizes, f"sample {item}"))
 
     return read
 

@@ -1,8 +1,7 @@
-"""Parquet: an item is a row, and what is read of a file is a row group and the footer that says
-what is in it.
+"""Parquet: an item is a row. A read of a file covers a row group, and the footer that describes it.
 
-A row group is a shard of the index, and the footer is one without items. Needs pyarrow to index and
-to read; not to prove what was read.
+A row group is a shard of the index, and the footer is a shard without items. Needs pyarrow for
+indexing and reading, but not for proving what was read.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from typing import Any
 
 from harness.core.world import BadInput
 from harness.data.card import Card, CorpusCorrupt
-from harness.data.chunks import CACHE_NBYTES, Chunks
-from harness.data.documents import flat_fields
-from harness.data.formats.passing import FilePass
-from harness.data.formats.seam import (
+from harness.data.chunk_reader import CACHE_NBYTES, Chunks
+from harness.data.formats.format import (
     ForeignFile,
     ForeignFiles,
     ForeignFormat,
@@ -24,10 +21,12 @@ from harness.data.formats.seam import (
     ItemReader,
     SourceFolder,
 )
-from harness.data.sources import FileByRanges, needed
+from harness.data.formats.streamed_file import FilePass
+from harness.data.prepare.documents import flat_fields
+from harness.data.prepare.units import FileByRanges, needed
 
-CHUNK_NBYTES = 4 << 20  # a row group is read whole
-TAIL_NBYTES = 8  # behind the footer: how long it is, and the magic
+CHUNK_NBYTES = 4 << 20  # large, since a row group is read whole
+TAIL_NBYTES = 8  # after the footer: its length, and the magic
 
 
 def _find(folder: SourceFolder, asked: IndexSettings) -> ForeignFiles | None:
@@ -55,13 +54,13 @@ def _scan(passing: FilePass, file: ForeignFile, found: ForeignFiles, asked: Inde
 
 
 def _start(column: Any) -> int:
-    """Where the bytes of a column of a row group begin."""
+    """Return the byte of the file at which a column of a row group begins."""
     pages = (column.dictionary_page_offset, column.data_page_offset)
     return min(int(at) for at in pages if at)
 
 
 class _HeldPieces(FileByRanges):
-    """A file of which some pieces are there (where each begins, its bytes), and zeros between."""
+    """A file of which some pieces are present, as (start, bytes), with zeros between them."""
 
     def __init__(self, pieces: list[tuple[int, bytes]]):
         super().__init__(max(start + len(data) for start, data in pieces))
@@ -77,7 +76,8 @@ class _HeldPieces(FileByRanges):
 
 
 class _RowGroups:
-    """Row groups as tables, the last ones kept: `CACHE_NBYTES` of them, and at least one."""
+    """Row groups as tables, the most recent ones kept: up to `CACHE_NBYTES` of them, at least
+    one."""
 
     def __init__(self, chunks: Chunks):
         self._chunks, self._index = chunks, chunks.index

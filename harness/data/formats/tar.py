@@ -1,5 +1,5 @@
-"""Tar files as WebDataset reads them: an item is the members in a row whose names are alike up to
-the first dot behind the folder.
+"""Tar files as WebDataset reads them: an item is the consecutive members whose names are equal up
+to the first dot after the folder.
 
 An item's bytes are those of its members with their headers: a small tar.
 """
@@ -13,10 +13,8 @@ import numpy as np
 
 from harness.core.world import BadInput
 from harness.data.card import Card, CorpusCorrupt
-from harness.data.chunks import Chunks
-from harness.data.documents import tar_samples
-from harness.data.formats.passing import FilePass
-from harness.data.formats.seam import (
+from harness.data.chunk_reader import Chunks
+from harness.data.formats.format import (
     ForeignFile,
     ForeignFiles,
     ForeignFormat,
@@ -25,6 +23,8 @@ from harness.data.formats.seam import (
     SourceFolder,
     refused,
 )
+from harness.data.formats.streamed_file import FilePass
+from harness.data.prepare.documents import tar_samples
 
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 

@@ -1,7 +1,7 @@
 """Files of tokens that are mapped into memory: nanoGPT's `.bin` (no header), llm.c's and
 modded-nanogpt's (a header of 256 int32), and Megatron's `.bin` beside its `.idx`.
 
-Tokens of all files follow one another; headers are left out.
+The tokens of all files follow one another; headers are left out.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import numpy as np
 
 from harness.core.world import BadInput
 from harness.data.card import DTYPES, TOKENS
-from harness.data.formats.passing import FilePass
-from harness.data.formats.seam import (
+from harness.data.formats.format import (
     U32,
     ForeignFile,
     ForeignFiles,
@@ -22,7 +21,8 @@ from harness.data.formats.seam import (
     IndexSettings,
     SourceFolder,
 )
-from harness.data.sources import StoredFile
+from harness.data.formats.streamed_file import FilePass
+from harness.data.prepare.units import StoredFile
 
 HEADER_NBYTES = 256 * U32.itemsize
 HEADERS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}  # (magic, version) -> dtype
@@ -31,7 +31,7 @@ MEGATRON_HEAD = np.dtype(
     [("magic", "S9"), ("version", "<u8"), ("dtype", "u1"), ("n", "<u8"), ("documents", "<u8")]
 )
 MEGATRON_DTYPES = {1: "uint8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-BLOCK_ROWS = 1 << 20  # of an .idx that are in memory together
+BLOCK_ROWS = 1 << 20  # rows of an .idx that are in memory together
 
 
 # ---- nanoGPT, llm.c ------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def _find(folder: SourceFolder, asked: IndexSettings) -> ForeignFiles | None:
 
 
 def _one(dtypes: list[str], folder: SourceFolder) -> str:
-    """Raises BadInput."""
+    """Return the only dtype. Raises BadInput if there are several."""
     if len(set(dtypes)) == 1:
         return dtypes[0]
     raise BadInput(
@@ -55,7 +55,8 @@ def _one(dtypes: list[str], folder: SourceFolder) -> str:
 
 
 def _with_header(folder: SourceFolder, file: ForeignFile) -> tuple[ForeignFile, str]:
-    """(file, dtype as its header says; "": it has none). Raises BadInput."""
+    """Return (file, dtype according to its header); the dtype is "" without a header. Raises
+    BadInput."""
     head = np.frombuffer(folder.store.get(file.key, 0, 3 * U32.itemsize), "u1")
     magic, version, tokens = head.view(U32).tolist() if len(head) == 12 else (0, 0, 0)
     dtype = HEADERS.get((magic, version), "")
@@ -90,7 +91,7 @@ def _find_megatron(folder: SourceFolder, asked: IndexSettings) -> ForeignFiles |
 
 
 def _megatron(folder: SourceFolder, index: ForeignFile) -> tuple[str, int]:
-    """(dtype, bytes of all tokens) as an .idx says. Raises BadInput."""
+    """Return (dtype, bytes of all tokens) according to an .idx. Raises BadInput."""
     stream = StoredFile(folder.store, index.key, index.nbytes)
     head = np.frombuffer(stream.read(MEGATRON_HEAD.itemsize) or b"", "u1")
     row = head.view(MEGATRON_HEAD)[0] if len(head) == MEGATRON_HEAD.itemsize else None
@@ -118,7 +119,7 @@ def _lengths(stream: StoredFile, n: int) -> Iterator[int]:
 def scan_tokens(
     passing: FilePass, file: ForeignFile, found: ForeignFiles, asked: IndexSettings
 ) -> None:
-    """Raises BadInput for what are no tokens."""
+    """Scan a file of tokens. Raises BadInput if its content cannot be tokens."""
     dtype = DTYPES[found.dtype]
     passing.skip(file.start)
     if file.nbytes < file.start or (file.nbytes - file.start) % dtype.itemsize:

@@ -7,10 +7,10 @@ import signal
 
 import torch
 from dying import die_at
-from number_rows import Numbers
 from torch import nn
 
 import harness
+from support.number_rows import Numbers
 
 p = argparse.ArgumentParser()
 p.add_argument("--stage", type=int, default=1)

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from worlds import newest, until
+from support.worlds import newest, until
 
 seen = set()
 

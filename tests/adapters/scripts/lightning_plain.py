@@ -1,6 +1,7 @@
 """A Lightning script as its documentation writes them: it knows nothing of the harness."""
 
 import argparse
+import copy
 import importlib
 import json
 import os
@@ -23,6 +24,7 @@ p.add_argument("--accumulate", type=int, default=3)
 p.add_argument("--val-every", type=float, default=0.5)
 p.add_argument("--patience", type=int, default=100)
 p.add_argument("--spike", type=int, default=-1, help="a step with a far greater loss")
+p.add_argument("--skip", type=int, default=0, help="every how many batches returns None")
 p.add_argument("--dropout", type=float, default=0.0)
 p.add_argument("--sleep-s", type=float, default=0.0)
 p.add_argument("--shuffle", action="store_true")
@@ -54,7 +56,7 @@ class Net(L.LightningModule):
         self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.mean_of_losses(loss)
         self.log("mean", self.mean_of_losses, on_step=False, on_epoch=True)
-        return loss
+        return None if a.skip and batch_idx % a.skip == 1 else loss
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
@@ -106,6 +108,13 @@ class Two(Net):
 class Events(L.Callback):
     """What happened, a line for each: on the process that may write."""
 
+    def __init__(self):
+        self.fits = 0
+
+    def on_fit_start(self, trainer, module):
+        self.fits += 1
+        copy.deepcopy(trainer.callbacks)  # as tools that look at a trainer do
+
     def say(self, trainer, what):
         if trainer.is_global_zero:
             with Path(a.folder, "events").open("a") as file:
@@ -119,7 +128,7 @@ class Events(L.Callback):
             done = trainer.global_step // len(trainer.optimizers)  # it counts each optimizer's
             importlib.import_module("dying").die_at(str(done))
         assert len(batch[0]) == len(batch[1])
-        assert a.odd == "manual" or outputs["loss"].ndim == 0
+        assert a.odd == "manual" or a.skip or outputs["loss"].ndim == 0
         self.say(trainer, f"batch_end_{batch_idx}")
         if not trainer.fit_loop._should_accumulate():
             loss = float(trainer.callback_metrics["train_loss"])

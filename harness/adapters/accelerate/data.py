@@ -1,0 +1,250 @@
+"""The choice of an Accelerate script's training loader, what is read from it, and which other
+objects of the script are state. Runs in the worker."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from harness.adapters.accelerate.rounds import Window, batched, every_batch, length, rounds_of
+from harness.adapters.unused_parameters import UnusedParameters
+from harness.core.world import BadInput
+from harness.loops.own_loop import WhatWasRead
+from harness.loops.shared_batches import Share, SharedLoader
+from harness.worker.batches import rng_state
+from harness.worker.batches.content_hash import content_hash
+from harness.worker.batches.loader import fingerprint
+
+ACCUMULATION = "HARNESS_ACCUMULATION"  # iterations of the script per optimizer step
+
+
+class Lengths:
+    """The number of rounds in each finished epoch, for data of unknown length."""
+
+    def __init__(self) -> None:
+        self.rounds: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rounds": list(self.rounds)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rounds = [int(value) for value in state["rounds"]]
+
+
+class Schedules:
+    """The schedulers as a single object with state."""
+
+    def __init__(self, schedulers: list[Any]):
+        self.schedulers = schedulers
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(i): one.state_dict() for i, one in enumerate(self.schedulers)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for i, one in enumerate(self.schedulers):
+            one.load_state_dict(state[str(i)])
+
+
+@dataclass
+class TrainingFeed:
+    """The source of training batches. `loader`: the prepared one; `most`: micro-batches of a step,
+    in `accumulation` rounds; `batches`: per epoch, None if unknown; `size`: samples per batch;
+    `varies`: batches have no fixed size, and each counts as one sample; `known`: the number of
+    rounds per step is certain; `seek`: reading must be repositioned, because the run was "resumed"
+    or this rank's "own" batches have changed."""
+
+    loader: Any
+    shared: SharedLoader
+    batches: int | None
+    accumulation: int
+    most: int
+    size: int
+    varies: bool
+    known: bool
+    template: Any = None
+    lengths: Lengths = field(default_factory=Lengths)
+    epochs: int = 0
+    seek: str = ""
+    resumed: bool = False
+
+    def data(self) -> str:
+        """Describe the data and its order, as text."""
+        sampler = getattr(family(self.loader), "sampler", None)
+        return (
+            f"{fingerprint(self.shared.loader.dataset)} {type(sampler).__name__} "
+            f"{self.batches} {self.accumulation}"
+        )
+
+    def rounds_at(self, epoch: int, at: int, ranks: int) -> int:
+        """Return the rounds of a finished step; 0 if the epoch was over. `at`: rounds before it."""
+        if self.batches is not None:
+            total = rounds_of(self.batches, ranks)
+        elif epoch < len(self.lengths.rounds):
+            total = self.lengths.rounds[epoch]
+        else:
+            total = sys.maxsize
+        return max(0, min(self.accumulation, total - at))
+
+    def read_from(self, epoch: int, at: int, ranks: int) -> Window:
+        """Return a window on an epoch's shares, starting at round `at`."""
+        if self.seek == "own":
+            self.shared.load_state_dict(copy.deepcopy(self.shared.state_dict()))
+        if at or self.seek:
+            self.shared.resume_at(epoch, at * ranks)
+        self.seek = ""
+        return Window(iter(self.shared), self.batches, at * ranks)
+
+    def said_of(self, share: Share) -> tuple[WhatWasRead | None, WhatWasRead | None]:
+        """Return the keys and contents that a step's record needs."""
+        if self.varies:
+            return None, [content_hash(share.keys.tolist())]
+        if share.contents is not None:
+            return None, share.contents
+        return share.keys, None
+
+    def place(self, data: Any) -> Any:
+        """Move a batch to the device, as the training loader does."""
+        from accelerate.utils import send_to_device
+
+        device = getattr(self.loader, "device", None)
+        if device is None:
+            return data
+        return send_to_device(data, device, non_blocking=bool(self.loader._non_blocking))
+
+
+class PreparedThings:
+    """The objects that the script's accelerators prepared. `unused`: the models' unused
+    parameters."""
+
+    def __init__(self) -> None:
+        self.accelerators: list[Any] = []
+        self.unused: UnusedParameters | None = None
+
+    def all(self, name: str) -> list[Any]:
+        """Return the items of the list attribute `name`, over all accelerators."""
+        return [one for accelerator in self.accelerators for one in getattr(accelerator, name)]
+
+    def trains(self, loader: Any, feed: TrainingFeed | None) -> bool:
+        """Return whether `loader` is the training loader: the first prepared one that shuffles, or
+        the first one if none does. Without a prepared optimizer none trains (inference,
+        statistics)."""
+        own = family(loader)
+        if own is None or (feed is None and not self.all("_optimizers")):
+            return False
+        if feed is not None:
+            return own is family(feed.loader)
+        known = [raw for one in self.all("_dataloaders") if (raw := family(one)) is not None]
+        chosen = next((raw for raw in known if shuffles(raw)), known[0] if known else None)
+        return own is chosen
+
+    def rounds(self, loader: Any, ranks: int, feed: TrainingFeed | None) -> int:
+        """Return `len` of the training loader. Raises TypeError if it is unknown."""
+        if feed is not None:
+            every = feed.shared.loader
+        else:
+            every = every_of(loader, self.accelerators[0], ranks)
+        return rounds_of(len(every), ranks) - int(getattr(loader, "harness_skip", 0))
+
+
+def make_feed(
+    loader: Any,
+    accelerator: Any,
+    ranks: int,
+    begun: int,
+    seed: int,
+    agree: Callable[[Any], Any],
+    tell: Callable[[str], None],
+) -> TrainingFeed:
+    """Build the feed. `ranks`: size of the first world; `begun`: rounds per step that the run was
+    created with, 0 if it is new. Raises BadInput."""
+    said = os.environ.get(ACCUMULATION, "")
+    if said and not (said.isdecimal() and int(said)):
+        raise BadInput(f"{ACCUMULATION}={said!r}: wanted a number of iterations, at least 1")
+    accumulation = int(said) if said else int(accelerator.gradient_accumulation_steps)
+    known = bool(said) or accumulation > 1 or begun > 0
+    if accumulation == 1 and not said:
+        accumulation = begun or 1  # the script may accumulate in its own loop
+    every = every_of(loader, accelerator, ranks)
+    sampler = getattr(every, "batch_sampler", None)
+    varies = sampler is not None and getattr(sampler, "batch_size", None) is None
+    most = accumulation * ranks
+    shared = SharedLoader(
+        every, micro_batches=most, mine=range(0, 1), seed=seed, agree=agree, tell=tell
+    )
+    size = 1 if varies else _size(every)
+    return TrainingFeed(loader, shared, length(every), accumulation, most, size, varies, known)
+
+
+def every_of(loader: Any, accelerator: Any, ranks: int) -> Any:
+    """Return one DataLoader with all batches of the first world's ranks."""
+    return every_batch(
+        family(loader), ranks, bool(accelerator.split_batches), bool(accelerator.even_batches)
+    )
+
+
+def family(loader: Any) -> Any:
+    """Return the script's own loader behind a prepared one, or None if we did not prepare it."""
+    return getattr(loader, "harness_raw", None)
+
+
+def shuffles(loader: Any) -> bool:
+    """Return whether `loader`, a script's own, shuffles."""
+    from torch.utils.data import IterableDataset, SequentialSampler
+
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    return not isinstance(loader.dataset, IterableDataset) and not isinstance(
+        sampler, SequentialSampler
+    )
+
+
+def sample_batch(loader: Any) -> Any:
+    """Return any batch of the loader, on the host, without side effects."""
+    with rng_state.kept():
+        if batched(loader):
+            count = min(_size(loader), len(loader.dataset))
+            return loader.collate_fn([loader.dataset[i] for i in range(count)])
+        state = getattr(loader.dataset, "state_dict", None)
+        before = copy.deepcopy(state()) if state is not None else None
+        batch = next(iter(loader))
+        if before is not None:
+            loader.dataset.load_state_dict(before)
+        return batch
+
+
+def without_reading(loader: Any, feed: TrainingFeed) -> Iterator[Any]:
+    """Yield as many items as a prepared loader would give, without reading data."""
+    own = family(loader)
+    item = feed.place(sample_batch(own)) if own is not None else None
+    count = length(loader) or 1
+    loader.begin()
+    for number in range(count):
+        loader.end_of_dataloader = number == count - 1
+        yield item
+    loader.iteration += 1
+    loader.end()
+
+
+def _size(loader: Any) -> int:
+    size = getattr(loader.batch_sampler, "batch_size", None) or getattr(loader, "batch_size", None)
+    return int(size or 1)
+
+
+def schedulers_of(optimizers: list[Any], prepared: list[Any]) -> list[Any]:
+    """Return the schedulers of these optimizers: the prepared ones, and those that the script did
+    not prepare. Schedulers that another one steps are left out."""
+    wanted = {id(one) for one in optimizers}
+    found = [
+        thing
+        for thing in gc.get_objects()
+        if issubclass(type(thing), LRScheduler) and id(getattr(thing, "optimizer", None)) in wanted
+    ]
+    inner = {id(one) for thing in found for one in getattr(thing, "_schedulers", ())}
+    known = {id(one) for one in prepared} | inner
+    return [*prepared, *(thing for thing in found if id(thing) not in known)]

@@ -1,0 +1,136 @@
+"""The choice of what drives this process' training: the first framework that the script really
+uses. Runs in the worker.
+
+A script imports more than it uses (transformers' Trainer makes an Accelerator of its own), so
+adapters claim at first use: when a Trainer is made, not when its module is imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from typing import Any
+
+from harness.core.world import BadInput
+from harness.worker import alone
+from harness.worker import session as sessions
+from harness.worker.session import Session, attach
+
+ADAPT = "HARNESS_ADAPT"  # "auto", "none" or a framework; unset: not started by `harness run`
+ATTACH = "HARNESS_ATTACH"  # options of `attach` for a script that does not call it, as JSON
+FRAMEWORKS = ("transformers", "accelerate", "lightning", "fabric", "torchtitan")
+
+
+class Claims:
+    """The claims of this process. `framework`: the one that drives; "": none yet; `trained`: a
+    training has begun."""
+
+    def __init__(self) -> None:
+        self.framework = ""
+        self.trained = False
+        self.run: Session | None = None
+
+
+_claims = Claims()
+
+
+def enter(hide: bool = True) -> Session | None:
+    """Join the world when the script begins to use any framework, and hide it from the script.
+    Return None if the script has attached itself, or is not to be adapted. `hide`: see `join`.
+    Raises BadInput."""
+    if _claims.run is not None:
+        return _claims.run
+    if os.environ.get(ADAPT, "none") == "none" or sessions.is_attached():
+        return None
+    return join(hide)
+
+
+def join(hide: bool = True) -> Session:
+    """Join for a script that makes an elastic trainer by name; see `enter`. `hide`: hide the world
+    from the script, except from one that shards its model over it. Raises BadInput."""
+    if _claims.run is None:
+        if sessions.is_attached():
+            raise BadInput(
+                "wanted to attach for this script's trainer, found that it has called "
+                "harness.attach() itself; leave that to the trainer, or use run.steps(...)"
+            )
+        if hide:
+            alone.show_one_gpu(os.environ)
+        _claims.run = attach(**attach_options(os.environ.get(ATTACH, "")))
+        if hide:
+            alone.world.hide(os.environ)
+    return _claims.run
+
+
+def claim(framework: str, by_name: bool = False, hide: bool = True) -> Session | None:
+    """Let `framework` drive the training from now on. Return None if another one does, if the
+    script has attached itself, or if --adapt says otherwise. `by_name`: the script asks for it
+    itself; `hide`: see `join`. Raises BadInput."""
+    if framework not in FRAMEWORKS:
+        raise ValueError(f"wanted one of {', '.join(FRAMEWORKS)}, found {framework!r}")
+    if not by_name:
+        asked = os.environ.get(ADAPT, "none")
+        if asked not in ("auto", framework):
+            return None
+        if _claims.framework not in ("", framework):
+            return None
+    run = join(hide) if by_name else enter(hide)
+    if run is not None and not _claims.framework:
+        _claims.framework = framework
+        run.print(f"harness: this script's steps are made by {framework}; docs/trainers/ says how")
+    return run
+
+
+def claimed() -> str:
+    """Return the framework that drives, or "" if none does."""
+    return _claims.framework
+
+
+def refuse_second(call: str) -> None:
+    """Raise BadInput if this process has trained before `call`, whichever trainer did."""
+    if _claims.trained:
+        raise BadInput(second_training(call))
+
+
+def begin_training(call: str) -> None:
+    """Note that this process' training begins with `call`. Raises BadInput as `refuse_second`."""
+    refuse_second(call)
+    _claims.trained = True
+
+
+def second_training(call: str) -> str:
+    """Return the message for a script that trains more than once."""
+    return (
+        f"{call}: this script trains a second time, and one run is one training: make the second "
+        "a script and a run of its own, which begins with the weights of the first, or run with "
+        "--adapt none"
+    )
+
+
+def attach_options(text: str) -> dict[str, Any]:
+    """Parse the value of HARNESS_ATTACH. Raises BadInput."""
+    known = inspect.signature(attach).parameters
+    try:
+        options = json.loads(text) if text else {}
+        if not isinstance(options, dict):
+            raise ValueError("it is no object")
+    except ValueError as e:
+        raise BadInput(f"{ATTACH}: wanted a JSON object of options of attach, found {e}") from e
+    if unknown := sorted(set(options) - set(known)):
+        raise BadInput(
+            f"--attach {unknown[0]}=...: attach has no such option; wanted one of "
+            f"{', '.join(sorted(known))}"
+        )
+    return options
+
+
+def refuse_unlike(where: str, function: Any, parameters: tuple[str, ...], version: str) -> None:
+    """Raise BadInput unless `function` has the parameters that an adapter was written for."""
+    found = tuple(inspect.signature(function).parameters)
+    if found != parameters:
+        raise BadInput(
+            f"{where} of {version} takes ({', '.join(found)}), this adapter knows "
+            f"({', '.join(parameters)}); install a version that docs/trainers/ names, or run the "
+            "script with --adapt none (it then keeps its own checkpoints)"
+        )

@@ -1,0 +1,127 @@
+"""The strategy of a Lightning trainer that is one of many ranks but sees a world of one. Runs in
+the worker.
+
+Lightning consults its strategy about everything that concerns several processes: which one writes
+files, what all agree on, when gradients are complete. It derives from the copy's own strategy for
+one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from harness.adapters.lightning.loop import LightningCopy, LightningSteps
+from harness.worker.session import Session
+
+FITTING = "fit"
+MEETING = ("pre_setup", "post_setup")  # after prepare_data, and after setup
+
+
+class OneOfMany:
+    """A mixin over SingleDeviceStrategy. Logs and files see the same ranks as with other
+    strategies, but the world has one rank. `harness_steps` receives the events of the training."""
+
+    harness_steps: LightningSteps
+    global_rank: int
+    local_rank: int
+    node_rank: int
+
+    def harness_begin(self, run: Session, copy: LightningCopy) -> None:
+        """Set up the strategy after its construction."""
+        self.harness_steps = LightningSteps(run, copy)
+        self.global_rank, self.local_rank = run.rank, run.local_rank
+        self.node_rank = 0 if run.rank == 0 else 1
+        # loggers, checkpoints and all printing functions use this attribute
+        copy.fabric("utilities.rank_zero").rank_zero_only.rank = run.rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    # ---- agreement between ranks -----------------------------------------------------------------
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank 0's object on all ranks."""
+        with self.harness_steps.together():
+            return self.harness_steps.run._peers.agree(lambda: obj)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return rank 0's decision: all ranks evaluate, and may differ in the last bit."""
+        return bool(self.broadcast(decision))
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks, but only where one of them prepares what the others need."""
+        if name in MEETING:
+            with self.harness_steps.together():
+                self.harness_steps.run._peers.barrier()
+
+    # ---- the fit ---------------------------------------------------------------------------------
+    def connect(self, model: Any) -> None:
+        super().connect(model)  # type: ignore[misc]
+        trainer = model.trainer
+        self.harness_steps.connect(trainer)
+        if trainer.state.fn == FITTING:
+            self.harness_steps.accumulate()
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)  # type: ignore[misc]
+        if trainer.state.fn == FITTING:
+            self.harness_steps.begin()
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Wrap the train dataloader before Lightning iterates it."""
+        loader = super().process_dataloader(dataloader)  # type: ignore[misc]
+        trainer = self.harness_steps.trainer
+        if trainer.state.fn == FITTING and trainer.training:
+            return self.harness_steps.deal(loader)
+        return loader
+
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        steps = self.harness_steps
+        if not (steps.trainer.training and steps.current is not None):
+            return super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
+        if not (steps.foreign and steps.batch is not None):
+            batch = super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
+        return steps.transferred(batch)
+
+    def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)  # type: ignore[misc]
+        self.harness_steps.done(closure_loss)
+        return loss
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Sum the gradients once the last own micro-batch is done, before loss scaling, hooks or
+        clipping look at them."""
+        steps = self.harness_steps
+
+        def complete() -> Any:
+            result = closure()
+            steps.sync()
+            if steps.skips(result is None):
+                # as Lightning does: optimizers pass over parameters that have no gradient
+                for parameter in steps.trainer.lightning_module.parameters():
+                    parameter.grad = None
+                return None
+            if result is None and (steps.foreign or steps.automatic):
+                return torch.zeros((), device=self.root_device)  # type: ignore[attr-defined]
+            return result
+
+        output = super().optimizer_step(optimizer, complete, model, **kwargs)  # type: ignore[misc]
+        steps.stepped()
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.harness_steps.run.alive()
+        return super().validation_step(*args, **kwargs)  # type: ignore[misc]
+
+
+def make_strategy(run: Session, copy: LightningCopy) -> Any:
+    """Return an elastic strategy for a Trainer of this copy of Lightning."""
+    base = copy.part("strategies").SingleDeviceStrategy
+    strategy = type("ElasticStrategy", (OneOfMany, base), {})(device=run.device)
+    strategy.harness_begin(run, copy)
+    return strategy

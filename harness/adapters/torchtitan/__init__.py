@@ -1,0 +1,1 @@
+"""The adapter of torchtitan; `overrides.py` has what a script may ask for by name."""

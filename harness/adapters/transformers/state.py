@@ -1,0 +1,336 @@
+"""The state of transformers' Trainer that is not in its own checkpoints. Runs in the worker.
+
+These omit the loss since the last log, the losses of the whole training, counters and averages of
+callbacks, and the best weights if the disk is gone. All state here is the same on every rank: plain
+values are rank 0's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.adapters.transformers.ranks_together import Meters
+
+TEXT_NBYTES = 64 << 10  # size of JSON in a tensor, doubled as often as needed
+# fields of TrainerState; the others hold what this process was asked for
+KEPT = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+PLAIN = (bool, int, float)
+
+
+@dataclass
+class EpochPlace:
+    """The place where the next step begins. `batches`: finished micro-batches of the epoch; `over`:
+    no step follows."""
+
+    epoch: int = 0
+    batches: int = 0
+    over: bool = False
+
+
+@dataclass
+class TimeSpent:
+    """Seconds of training in earlier processes, and the start time of this one."""
+
+    before_s: float = 0.0
+    began_s: float = dataclasses.field(default_factory=time.time)
+
+    def seconds(self) -> float:
+        return self.before_s + time.time() - self.began_s
+
+
+class TrainerMemory:
+    """The plain state of a transformers.Trainer. `first` returns rank 0's value on all ranks, which
+    call it together; `loading`: no collective calls are allowed."""
+
+    def __init__(self, trainer: Any, place: EpochPlace, first: Callable[[Callable[[], Any]], Any]):
+        self.place, self.loading = place, False
+        self.spent = TimeSpent()
+        self._trainer, self._first = trainer, first
+        self._meters = Meters.of(trainer)
+        self._losses: dict[str, Any] = {}
+        self._callbacks: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.loading:  # only the contents of a snapshot count then
+            return {}
+        text = json.dumps(self._first(self._told), default=_plain)
+        size = max(TEXT_NBYTES, 1 << math.ceil(math.log2(len(text.encode()))))
+        # padded, so that the layout rarely changes between snapshots
+        padded = bytearray(text.encode().ljust(size))
+        return {"text": torch.frombuffer(padded, dtype=torch.uint8)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        told = json.loads(bytes(state["text"].cpu().numpy()))
+        for name, value in told["state"].items():
+            setattr(self._trainer.state, name, value)
+        for name, value in told["place"].items():
+            setattr(self.place, name, value)
+        self.spent.before_s = told["seconds"]
+        self._losses, self._callbacks = told["losses"], told["callbacks"]
+        if self._meters is not None and told["meters"] is not None:
+            self._meters.restore(told["meters"])
+
+    def _told(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            "state": {name: getattr(trainer.state, name) for name in KEPT},
+            "place": dataclasses.asdict(self.place),
+            "seconds": self.spent.seconds(),
+            "losses": _losses(trainer),
+            "callbacks": [
+                [type(callback).__name__, counters(callback)]
+                for callback in trainer.callback_handler.callbacks
+            ],
+            "meters": self._meters.state() if self._meters is not None else None,
+        }
+
+    def give_losses(self) -> None:
+        """Apply the loaded losses to a trainer that has just reset its own."""
+        if not self._losses:
+            return
+        trainer, losses = self._trainer, self._losses
+        trainer._tr_loss.fill_(losses["since_log"])
+        trainer._total_loss_scalar = losses["logged"]
+        trainer._globalstep_last_logged = losses["last_logged"]
+        trainer._initial_global_step = losses["first_step"]
+        trainer._initial_num_input_tokens_seen = losses["first_tokens"]
+        trainer.current_flos = losses["flos"]
+
+    def give_callbacks(self) -> None:
+        """Apply the loaded state to callbacks that have begun."""
+        waiting = list(self._callbacks)
+        for callback in self._trainer.callback_handler.callbacks:
+            kind = type(callback).__name__
+            found = next((one for one in waiting if one[0] == kind), None)
+            if found is not None:
+                waiting.remove(found)
+                give(callback, found[1])
+
+
+def _losses(trainer: Any) -> dict[str, Any]:
+    if not hasattr(trainer, "_tr_loss"):
+        return {}
+    return {
+        "since_log": float(trainer._tr_loss),
+        "logged": float(trainer._total_loss_scalar),
+        "last_logged": trainer._globalstep_last_logged,
+        "first_step": trainer._initial_global_step,
+        "first_tokens": trainer._initial_num_input_tokens_seen,
+        "flos": float(trainer.current_flos),
+    }
+
+
+def is_theirs(callback: Any) -> bool:
+    """Return whether a callback is transformers' own: it holds process state (bars, trackers)."""
+    return type(callback).__module__.partition(".")[0] == "transformers"
+
+
+def counters(callback: Any) -> dict[str, Any]:
+    """Return a callback's state: the attributes that it names itself (ExportableState), its own
+    state_dict, or else numbers, and lists and dicts of numbers and strings."""
+    if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
+        return {"state_dict": _only_plain(callback.state_dict())}
+    if any(kind.__name__ == "ExportableState" for kind in type(callback).__mro__):
+        return {"attributes": _only_plain(callback.state().get("attributes", {}))}
+    if is_theirs(callback):
+        return {}
+    return {"attributes": {n: v for n, v in vars(callback).items() if is_counter(v)}}
+
+
+def give(callback: Any, told: dict[str, Any]) -> None:
+    """Restore a callback from the result of `counters`."""
+    if "state_dict" in told and hasattr(callback, "load_state_dict"):
+        callback.load_state_dict(told["state_dict"])
+    for name, value in told.get("attributes", {}).items():
+        setattr(callback, name, value)
+
+
+def is_counter(value: Any) -> bool:
+    if type(value) in (list, dict):
+        return _is_plain(value)
+    return type(value) in PLAIN
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is list:
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(one) for key, one in value.items())
+    return value is None or type(value) in (*PLAIN, str)
+
+
+def _only_plain(state: Any) -> dict[str, Any]:
+    return {name: value for name, value in dict(state).items() if _is_plain(value)}
+
+
+def _plain(value: Any) -> Any:
+    """Convert numbers of numpy and torch for JSON."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} in the trainer's state; wanted numbers and words")
+
+
+# ---- tensors -------------------------------------------------------------------------------------
+class CallbackTensors:
+    """Averages and copies of weights that callbacks hold in their attributes: modules, tensors, and
+    lists and dicts of tensors."""
+
+    def __init__(self, trainer: Any):
+        self._trainer, self.loading = trainer, False
+        self._loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.loading:
+            return {}
+        return {
+            f"{number}.{type(callback).__name__}.{name}": _tensors_of(value)
+            for number, callback, name, value in self._holders()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = dict(state)
+
+    def give(self) -> None:
+        """Apply the loaded tensors to callbacks that have begun."""
+        callbacks = self._trainer.callback_handler.callbacks
+        for key, found in self._loaded.items():
+            number, kind, name = key.split(".", 2)
+            callback = callbacks[int(number)] if int(number) < len(callbacks) else None
+            if type(callback).__name__ != kind:
+                continue
+            now = getattr(callback, name, None)
+            if isinstance(now, nn.Module):
+                now.load_state_dict(found)
+            else:
+                setattr(callback, name, _like(now, found))
+
+    def _holders(self) -> Iterator[tuple[int, Any, str, Any]]:
+        trainer = self._trainer
+        shared = {
+            id(trainer.model),
+            id(trainer.model_wrapped),
+            id(getattr(trainer, "ref_model", 0)),
+        }
+        for number, callback in enumerate(trainer.callback_handler.callbacks):
+            if is_theirs(callback):
+                continue
+            for name, value in vars(callback).items():
+                if id(value) not in shared and _holds_tensors(value):
+                    yield number, callback, name, value
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, (nn.Module, torch.Tensor)):
+        return True
+    if type(value) is list and value:
+        return all(isinstance(one, torch.Tensor) for one in value)
+    if type(value) is dict and value:
+        return all(type(k) is str and isinstance(v, torch.Tensor) for k, v in value.items())
+    return False
+
+
+def _tensors_of(value: Any) -> Any:
+    return value.state_dict() if isinstance(value, nn.Module) else value
+
+
+def _like(now: Any, found: Any) -> Any:
+    """Move what was found to the devices of the callback's own tensors."""
+    if isinstance(found, torch.Tensor):
+        return found.to(now.device) if isinstance(now, torch.Tensor) else found
+    if isinstance(found, list):
+        old = now if isinstance(now, list) and len(now) == len(found) else [None] * len(found)
+        return [_like(a, b) for a, b in zip(old, found, strict=True)]
+    if isinstance(found, dict):
+        known = now if isinstance(now, dict) else {}
+        return {name: _like(known.get(name), one) for name, one in found.items()}
+    return found
+
+
+class BestWeights:
+    """The weights of the best checkpoint so far: the disk on which the Trainer keeps it may be gone
+    when the training ends. `step`: the checkpoint's step, 0 if there is none. Needs host memory for
+    one more copy of the trained tensors."""
+
+    def __init__(self, model: nn.Module):
+        self._model, self.step = model, 0
+        self._copy = {name: _on_host(t) for name, t in self._trained()}
+
+    def _trained(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ((n, p) for n, p in self._model.named_parameters() if p.requires_grad)
+        kept = self._model.state_dict(keep_vars=True)
+        yield from ((n, b) for n, b in self._model.named_buffers() if n in kept)
+
+    def take(self, step: int) -> None:
+        """Copy the model's weights, which are the best now."""
+        self.step = step
+        for name, tensor in self._trained():
+            self._copy[name].copy_(tensor.detach())
+
+    def put(self) -> None:
+        """Restore the model to the best weights."""
+        with torch.no_grad():
+            for name, tensor in self._trained():
+                tensor.copy_(self._copy[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "weights": self._copy}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        for name, tensor in state["weights"].items():
+            if tensor is not self._copy[name]:
+                self._copy[name].copy_(tensor)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+class TrainerKept:
+    """Everything that snapshots hold of a Trainer besides model, optimizer, scheduler and data."""
+
+    def __init__(self, trainer: Any, first: Callable[[Callable[[], Any]], Any]):
+        """Collect the state of `trainer`. `first`: see `TrainerMemory`."""
+        self.place = EpochPlace()
+        self.memory = TrainerMemory(trainer, self.place, first)
+        self.tensors = CallbackTensors(trainer)
+        self.best: BestWeights | None = None
+        self._trainer = trainer
+
+    def named(self) -> dict[str, Any]:
+        """Return the state by the names under which it is stored. The model must exist."""
+        trainer = self._trainer
+        state: dict[str, Any] = {"trainer": self.memory, "callbacks": self.tensors}
+        if trainer.args.load_best_model_at_end:
+            self.best = state["best"] = BestWeights(trainer.model)
+        if getattr(trainer.args, "sync_ref_model", False):  # a TRL option: an average of the model
+            state["ref_model"] = trainer.ref_model
+        return state
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Mark the time in which a snapshot is read."""
+        self.memory.loading = self.tensors.loading = True
+        try:
+            yield
+        finally:
+            self.memory.loading = self.tensors.loading = False

@@ -1,0 +1,1 @@
+"""`harness check`: a script is run, interrupted and compared."""

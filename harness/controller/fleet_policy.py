@@ -1,0 +1,444 @@
+"""The policy for a deadline with several nodes: all available spot, and missing nodes on demand
+when that pays. Used by `deadline_policy.py`.
+
+Spot does a piece of work for the same price on one node as on many, so every available spot node
+takes part. On demand replaces missing nodes as soon as the rest costs less with it than without
+(`controller/forecast/fleet_program.py`), and always when the remaining time just suffices with a
+whole fleet: the last call.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from harness.controller.forecast.fleet_program import (
+    FleetOutlook,
+    FleetTerms,
+    PricedFleetOutlook,
+    PricedFleetTerms,
+    fleet_outlook,
+    priced_fleet_outlook,
+)
+from harness.controller.forecast.spell_rates import losses_per_h
+from harness.controller.learning import (
+    CHEAPER_LATER,
+    COARSE,
+    WORTH_IT,
+    WorkPrices,
+    as_share,
+    coarse_grid,
+)
+from harness.controller.offer_value import useful_share
+from harness.core.estimates import SnapshotPace
+from harness.core.world import (
+    LOOK_AGAIN_S,
+    Decision,
+    Launch,
+    Node,
+    Offer,
+    Terminate,
+    View,
+    Wait,
+    at_work,
+    began_s,
+    every,
+    grid,
+    not_at_work,
+    open_offers,
+    until_next,
+    usd_per_work,
+)
+
+# The choice of the cheapest spot for a fleet, and of waiting for a lower price.
+
+PLACES = 32  # number of the cheapest spot offers that are compared
+
+
+def snapshots_at(view: View, most: int, offer: Offer) -> SnapshotPace:
+    """Return the snapshot pace of a fleet on `offer`, at the rate at which work is lost there."""
+    seen = view.known.capacity.get(offer.name) if offer.spot else None
+    return view.known.snapshots(seen, most)
+
+
+def by_cost(view: View, most: int, spot: Sequence[Offer], work_h: float) -> tuple[Offer, ...]:
+    """Return spot offers, the best first: by the price of work. The `PLACES` cheapest are ordered
+    by its average over the stay and by the share of useful work that snapshots and losses leave, as
+    far as that is known."""
+    known, found = view.known, sorted(spot, key=usd_per_work)
+    if len(found) < 2 or not (known.snapshot_cost_s or moved(view, found[:PLACES])):
+        return tuple(found)
+    prices = WorkPrices.of(view, found[:PLACES], ())
+
+    def usd(offer: Offer) -> float:
+        seen = known.capacity.get(offer.name)
+        losses = losses_per_h(seen)
+        # a fleet stays as long as one of its nodes does
+        price = prices.over(offer, usd_per_work(offer), work_h)
+        if not known.snapshot_cost_s:
+            return price
+        return price / useful_share(known, losses, known.snapshots(seen, most), most)
+
+    return (*sorted(found[:PLACES], key=usd), *found[PLACES:])
+
+
+def moved(view: View, spot: Iterable[Offer]) -> bool:
+    """Return whether the price of any of these offers was seen to change."""
+    return any(len(view.known.prices.get(offer.name, ())) > 1 for offer in spot)
+
+
+@dataclass(frozen=True)
+class FleetAtPrice:
+    """A fleet of `most` nodes. `share`: share of it that is, or would be, on spot. `rented`: its
+    spot nodes; `among`: their offers, and spot that is available now; `dear`: the cheapest on
+    demand. `work_h`: hours of work left for the whole fleet; `time_h`: hours left. `terms`: of its
+    cost at constant prices."""
+
+    view: View
+    most: int
+    share: float
+    rented: tuple[Node, ...]
+    among: tuple[Offer, ...]
+    dear: Offer
+    work_h: float
+    time_h: float
+    terms: FleetTerms
+
+    def lets_go(self) -> bool:
+        """Return whether it costs less to release all spot nodes and begin again when spot is
+        cheaper."""
+        if not any(at_work(self.view, node) for node in self.rented):
+            return False
+        later = self._later
+        return later is not None and self._saved(later, later.keep(*self._left)) > 0
+
+    def wait(self) -> Wait | None:
+        """Return a wait until spot is cheap enough, for as long as that takes on average; None if
+        waiting does not pay. Its saving is against beginning now and going on at any price."""
+        if (later := self._later) is None:
+            return None
+        if (saved := self._saved(later, later.begin(*self._left))) <= 0:
+            return None
+        swing, dear_usd = self._prices.swing(self.among), usd_per_work(self.dear)
+        assert swing is not None
+        on_h = self.work_h + self.terms.changeover_h
+        on = on_h * swing.over(self._lowest, self.work_h) / dear_usd
+        saved = max(saved, on - later.wait(*self._left))
+        until_s = self.view.now_s + 3600 * later.cheaper_in_h(*self._left)
+        saved_usd = saved * self.dear.usd_per_h * self.most
+        return Wait(until_next(self.view), CHEAPER_LATER, until_s, saved_usd)
+
+    def _saved(self, later: PricedFleetOutlook, now: float) -> float:
+        """Return what a wait of one cell saves against `now`, in hours of the fleet on demand."""
+        return now - later.wait(*self._left) - WORTH_IT * self.terms.changeover_h
+
+    @property
+    def _left(self) -> tuple[float, float, float]:
+        return self.share, self.work_h, self.time_h
+
+    @functools.cached_property
+    def _later(self) -> PricedFleetOutlook | None:
+        """The expected cost of the rest with wandering prices; None if prices do not change, or
+        too little work or time is left."""
+        swing = self._prices.swing(self.among)
+        spare_h = self.time_h - self.work_h - self.terms.changeover_h
+        cells = coarse_grid(self.view, self.work_h, self.time_h, spare_h)
+        if swing is None or cells is None:
+            return None
+        dear_usd, (cell_h, work_cells) = usd_per_work(self.dear), cells
+        share = as_share(swing, dear_usd)
+        fleet = dataclasses.replace(
+            self.terms,
+            price=share.usual_usd,
+            cell_h=cell_h,
+            time_cells=COARSE + 1,
+            work_cells=work_cells,
+        )
+        found = priced_fleet_outlook(PricedFleetTerms(fleet, share.swing, share.pull_per_h))
+        return dataclasses.replace(found, level=share.level(self._lowest / dear_usd))
+
+    @functools.cached_property
+    def _prices(self) -> WorkPrices:
+        return WorkPrices.of(self.view, self.among, self.rented)
+
+    @property
+    def _lowest(self) -> float:
+        """The current price of work on the cheapest offer of `among`."""
+        return min(map(self._prices.now, self.among))
+
+
+GRACE_S = 300.0  # for a node that is released to snapshot and leave
+SAFE = 1.1  # the usual changeover times this is reserved for the last one
+# Priors: preemptions of one node per hour, and the share of a fleet on spot. Each weighs as much as
+# so many observed losses, or hours.
+USUAL_LOSS_PER_H, USUAL_LOSSES = 0.2, 2.0
+USUAL_SHARE, USUAL_SHARE_H = 0.6, 6.0
+# Time is reserved for this many times the begins that the observed losses would cause.
+RESTLESS = 2.0
+CELLS, WORK_CELLS, RATIO = 300, 16, 1.3
+
+
+@dataclass(frozen=True)
+class FleetHours:
+    """Hours that are left. `work`: needed by the whole fleet for the rest; `time`: until the
+    deadline; `begin`: from the request for a node until it trains; `kept`: reserved for a begin
+    after a loss; `lost`: work of the whole fleet that is lost with each preempted node."""
+
+    work: float
+    time: float
+    begin: float
+    kept: float
+    lost: float
+
+    def safe(self, share: float, rented: int) -> bool:
+        """Return whether the rest can still be done on demand in time if `share` of the fleet is
+        missing, or lost at once, or if `rented` nodes are lost one after the other."""
+        return self.time - self.work >= share * self.kept + rented * self.lost
+
+
+@dataclass(frozen=True)
+class FleetCase:
+    """One decision about a fleet of `most` nodes. `rented`: on spot; `bought`: on demand; offers
+    (`spot`, `dear`) are those of the fleet's place, the cheapest work first."""
+
+    view: View
+    most: int
+    hours: FleetHours
+    rented: tuple[Node, ...]
+    bought: tuple[Node, ...]
+    spot: tuple[Offer, ...]
+    dear: tuple[Offer, ...]
+
+    @classmethod
+    def of(cls, view: View, left: float) -> FleetCase:
+        most = max(1, view.max_nodes - len(view.doubted))
+        doubted = view.doubted
+        nodes = [n for n in view.alive if n.attempt not in doubted] if doubted else view.alive
+        offers = _here(view, nodes)
+        one = min([o for o in offers if not o.spot] or offers, key=usd_per_work)
+        ranks = most * one.workers
+        work_h = left / (3600 * one.speed * ranks * view.known.efficiency(ranks))
+        time_h = ((view.known.deadline_s or 0.0) - view.now_s) / 3600
+        begin_h = max(view.known.changeover_s, view.launch_s) / 3600
+        kept_h = SAFE * begin_h + view.known.look_s / 3600
+        return cls(
+            view,
+            most,
+            FleetHours(work_h, time_h, begin_h, kept_h, view.known.lost_s / 3600),
+            tuple(n for n in nodes if n.offer.spot),
+            tuple(n for n in nodes if not n.offer.spot),
+            by_cost(view, most, [o for o in offers if o.spot], work_h),
+            tuple(sorted((o for o in offers if not o.spot), key=usd_per_work)),
+        )
+
+    def decide(self) -> Decision:
+        room = open_offers(self.view, (*self.dear, *self.spot))
+        dear = [o for o in room if not o.spot]
+        spot = [o for o in room if o.spot and (not dear or self._pays(o, dear[0]))]
+        replaced = self._replaced()
+        rented, most = len(self.rented), self.most
+        missing = most - (rented + len(self.bought) - len(replaced))
+        if done := self._settled():
+            return done
+        if cheaper_later := self._for_price():
+            return cheaper_later
+        if spot and missing > 0 and (self._safe(rented + missing + 1) or not dear):
+            return self._ask(spot[0], "spot has room for more of the fleet")
+        if missing > 0 and dear:
+            if not self._safe(rented + missing):
+                return self._ask(dear[0], "the last call: a whole fleet")
+            idle = 0 < len(self.rented) < self.view.min_nodes  # paid for, and too few to train
+            if idle or self._short() or self._saved() > self._missing_usd(missing):
+                why = "what is left costs less with the missing nodes on demand"
+                return self._ask(dear[0], why)
+        free = [node for node in self.bought if node.attempt not in replaced]
+        if free and spot and self._safe(rented + missing + 1):
+            if self._worth_changing(free[-1], spot[0]):
+                return self._ask(spot[0], "spot instead of on demand", free[-1])
+        elif free and self._may_go():
+            return Terminate(
+                free[-1].attempt, "spot alone will be in time, and costs less", GRACE_S
+            )
+        return Wait(until_next(self.view), "the fleet is as it should be")
+
+    def _for_price(self) -> Decision | None:
+        """Return a wait for a lower price, or the release of all nodes for one, if there is time
+        enough for a whole fleet on demand and for the losses to come; None otherwise."""
+        if self.bought or not self.dear or not moved(self.view, self.spot[:PLACES]):
+            return None
+        if not self._safe(self.most + 1) or self._short():
+            return None
+        rooms = open_offers(self.view, self.spot)[:PLACES]
+        names = {offer.name for offer in rooms} | {node.offer.name for node in self.rented}
+        among = [offer for offer in self.spot if offer.name in names]
+        if not among:
+            return None
+        case = FleetAtPrice(
+            self.view,
+            self.most,
+            len(self.rented) / self.most if self.rented else min(1.0, self._share()),
+            self.rented,
+            tuple(among),
+            self.dear[0],
+            self.hours.work,
+            self.hours.time - self.view.known.look_s / 3600,
+            self._terms(),
+        )
+        if not self.rented:
+            return case.wait()
+        if not case.lets_go():
+            return None
+        first, *others = (node.attempt for node in self.rented)
+        return Terminate(first, CHEAPER_LATER, GRACE_S, tuple(others))
+
+    def _safe(self, nodes: int) -> bool:
+        """Return `FleetHours.safe` for `nodes` nodes on spot or missing, and those yet to begin."""
+        missing = nodes + self._begun
+        return self.hours.safe(missing / self.most, min(nodes, len(self.rented) + 1))
+
+    @functools.cached_property
+    def _begun(self) -> int:
+        """The number of nodes that have yet to begin, besides those that stand in for others."""
+        begun = not_at_work(self.view, self.rented + self.bought)
+        return sum(node.attempt not in self.view.standing_in for node in begun)
+
+    def _replaced(self) -> set[int]:
+        """Return the nodes that a spot node is about to replace."""
+        stand_ins = self.view.standing_in
+        rented = {node.attempt for node in self.rented} if stand_ins else set[int]()
+        return {old for new, old in stand_ins.items() if new in rented}
+
+    # ---- parts of it -----------------------------------------------------------------------------
+    def _ask(self, offer: Offer, why: str, beside: Node | None = None) -> Decision:
+        if beside is None and len(self.view.alive) >= self.view.max_nodes + len(
+            self.view.standing_in
+        ):
+            return Wait(LOOK_AGAIN_S, "all nodes are there")
+        why += every(snapshots_at(self.view, self.most, offer).interval_s)
+        return Launch(offer, why, None if beside is None else beside.attempt)
+
+    def _settled(self) -> Decision | None:
+        """Release on-demand nodes whose replacements on spot are at work; None without any."""
+        if not self.view.standing_in:
+            return None
+        there = {node.attempt for node in self.bought}
+        done = [
+            self.view.standing_in[node.attempt]
+            for node in self.rented
+            if self.view.standing_in.get(node.attempt) in there and at_work(self.view, node)
+        ]
+        if not done:
+            return None
+        why = "the spot node in its stead is at work"
+        return Terminate(done[0], why, GRACE_S, tuple(done[1:]))
+
+    def _short(self, more_h: float = 0.0) -> bool:
+        """Return whether less spare time is left than the losses to come may cost. Once it is
+        spent, there is no time for spot any more, however much of it there is."""
+        hours = self.hours
+        begins = RESTLESS * self._loss_per_h * self._share() * hours.time
+        losses_h = begins * (hours.begin + self.most * hours.lost)
+        return hours.time - hours.work < hours.kept + losses_h + more_h
+
+    def _missing_usd(self, missing: int) -> float:
+        """Return the cost of beginning the missing nodes on demand, in hours of the fleet, plus a
+        margin that makes a change worthwhile."""
+        return 1.1 * self.hours.begin * missing / self.most
+
+    def _may_go(self) -> bool:
+        """Return whether spot alone will be in time, at less cost."""
+        trains = len(self.rented) >= self.view.min_nodes or not self.rented
+        return trains and not self._short(2 * self.hours.begin) and self._saved() <= 0
+
+    def _pays(self, offer: Offer, dear: Offer) -> bool:
+        """Return whether spot is cheaper even with the fleet's work that a preemption loses."""
+        again = self._loss_per_h * self.most * self._snapshots.lost_s / 3600
+        share = self._snapshots.share
+        return usd_per_work(offer) * (1 + share) < (1 - again) * usd_per_work(dear)
+
+    @functools.cached_property
+    def _snapshots(self) -> SnapshotPace:
+        """The snapshot pace on the best spot offer here."""
+        return snapshots_at(self.view, self.most, self.spot[0])
+
+    def _worth_changing(self, bought: Node, offer: Offer) -> bool:
+        here, there = usd_per_work(bought.offer), usd_per_work(offer)
+        stay_h = min(self.hours.work, 1 / self._loss_per_h)
+        return (here - there) * stay_h > 2 * there * self.hours.begin
+
+    @functools.cached_property
+    def _loss_per_h(self) -> float:
+        node_h, losses = self._node_h
+        return (USUAL_LOSSES + losses) / (USUAL_LOSSES / USUAL_LOSS_PER_H + node_h)
+
+    @functools.cached_property
+    def _node_h(self) -> tuple[float, int]:
+        """(hours that spot nodes were up here in total, number of preemptions)."""
+        now_s, begins_s = self.view.now_s, began_s(self.rented)
+        node_s = sum([now_s - at_s for at_s in begins_s if at_s is not None and at_s < now_s])
+        losses = 0
+        for offer in self.spot:
+            if seen := self.view.known.capacity.get(offer.name):
+                node_s, losses = node_s + seen.node_s, losses + seen.losses
+        return node_s / 3600, losses
+
+    def _share(self) -> float:
+        """Return the share of the fleet that was on spot on average, shrunk towards the prior."""
+        node_h, _ = self._node_h
+        ran_h = max(0.0, self.view.now_s - self.view.started_s) / 3600
+        seen = min(self.most * ran_h, node_h)
+        return (USUAL_SHARE * USUAL_SHARE_H * self.most + seen) / (
+            self.most * (USUAL_SHARE_H + ran_h)
+        )
+
+    def _saved(self) -> float:
+        outlook, hours = self.outlook(), self.hours
+        share = min(1.0, len(self.rented) / self.most)
+        return outlook.saved(share, hours.work, hours.time - self.view.known.look_s / 3600)
+
+    def outlook(self) -> FleetOutlook:
+        """Return the expected cost of the rest, at the observed rates."""
+        return fleet_outlook(self._terms())
+
+    def _terms(self) -> FleetTerms:
+        dear = usd_per_work(self.dear[0]) if self.dear else math.inf
+        spot = usd_per_work(self.spot[0]) if self.spot else dear
+        view, hours = self.view, self.hours
+        cell_h, work_cells = grid(view, hours.work, hours.time, CELLS, WORK_CELLS)
+        return FleetTerms(
+            _rounded(self._loss_per_h),
+            round(min(0.95, self._share()), 1),
+            view.min_nodes / self.most,
+            min(1.0, _rounded(spot / dear, 1.1)) if self.dear else 0.3,
+            round(hours.begin, 4),
+            round(hours.kept, 4),
+            cell_h,
+            CELLS + 1,
+            work_cells,
+        )
+
+
+def fleet(view: View, left: float) -> Decision:
+    """Decide for a fleet with a deadline. `left`: worker-seconds of work that remain."""
+    if not view.offers:
+        return Wait(LOOK_AGAIN_S, "nothing is offered")
+    return FleetCase.of(view, left).decide()
+
+
+def _here(view: View, nodes: Sequence[Node]) -> list[Offer]:
+    """Return the offers of the place of most nodes; all offers if there are no nodes there."""
+    if not nodes:
+        return list(view.offers)
+    places = Counter([n.offer.place for n in nodes])
+    home = max(places, key=places.__getitem__)
+    return [o for o in view.offers if o.place == home] or list(view.offers)
+
+
+def _rounded(value: float, ratio: float = RATIO) -> float:
+    return round(ratio ** round(math.log(max(value, 1e-3), ratio)), 4)

@@ -1,0 +1,1 @@
+"""Models of spot markets: recordings, learned rates, forecasts, and what a plan would pay."""

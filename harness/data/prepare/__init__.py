@@ -1,0 +1,1 @@
+"""Preparing a corpus: documents, tokenizers, deduplication, shards."""

@@ -1,0 +1,1 @@
+"""Proofs of the rest: the simulation, the drill, kills, replay."""

@@ -1,0 +1,1 @@
+"""Drills: every fault in every phase, with real processes."""

@@ -1,0 +1,1 @@
+"""The recovery loop on a virtual clock, in worlds made from seeds."""

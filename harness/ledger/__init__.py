@@ -1,0 +1,1 @@
+"""The log of facts, folded once: attempts, worlds, speed, and the bill. Pure."""

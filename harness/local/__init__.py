@@ -1,0 +1,1 @@
+"""The local cloud: processes of this computer as nodes, with metadata servers and a spot market."""

@@ -1,0 +1,1 @@
+"""Alert rules, their evaluation, and where alerts are sent."""

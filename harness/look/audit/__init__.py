@@ -1,0 +1,1 @@
+"""Proofs that a run's records hold: samples, snapshots, signatures, bills."""

@@ -1,0 +1,1 @@
+"""HTML pages: the report, the index of runs, charts."""

@@ -1,0 +1,1 @@
+"""Post-mortems: why a world ended, what it cost, and what would have helped."""

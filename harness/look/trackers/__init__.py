@@ -1,0 +1,1 @@
+"""W&B, MLflow, TensorBoard and Prometheus as renderings of facts."""

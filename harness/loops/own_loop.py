@@ -1,0 +1,365 @@
+"""Steps of a foreign loop: the interface on which the adapters of other trainers are built. Runs in
+the worker.
+
+A trainer that runs as if it were alone does gradient accumulation over M micro-batches. Each rank
+does its share of them, in the trainer's own forward and backward; the trainer has scaled every loss
+so that the plain sum of all M gradients is right. Then, on all ranks:
+
+    loop = own_loop(run, micro_batches=M, micro_batch=B, data="...")
+    step = loop.begin()
+    for m in step.mine:
+        step.micro(m)                       # the trainer reads, forwards
+        step.read(m, keys=indices)
+        ...                                 # ... and goes backward
+        step.done(m, loss, weight)
+    while step.sync(): ...                  # gradients are sums over all ranks
+    ...                                     # the trainer clips, its optimizers step
+    step.end(lr)
+    loop.boundary()
+
+Only the trainer knows what lies at a position of the data. So records hold positions, which add up
+independently of the trainer, and a hash of what was read there, to compare with other runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from harness.bucket.layout import IDENTITY, Identity
+from harness.core.batch import TooManyRanks, seed_for
+from harness.core.world import BadInput
+from harness.node.heartbeat import WorkerPhase
+from harness.worker import boundary as machine
+from harness.worker.alone import world as hidden_world
+from harness.worker.batches.loader import seed_everything
+from harness.worker.boundary import Boundary
+from harness.worker.gradients.parallel import Replicated
+from harness.worker.gradients.parallel import once as norm_once
+from harness.worker.run_context import SCRIPT_WORLD
+from harness.worker.step import Sums, Work
+from harness.worker.step_timing import BACKWARD, COMMUNICATION, DATA, FORWARD, OPTIMIZER, OTHER
+from storage.canonical_json import BadObject
+from storage.errors import NotFound
+
+if TYPE_CHECKING:
+    from harness.worker.session import Session
+
+# Heartbeats while a script does work of its own between steps: preparing data, evaluating,
+# merging and pushing the trained model.
+
+BEAT_S = 20.0
+OWN_MOST_S = 6 * 3600.0  # the longest that heartbeats continue for one piece of work
+
+
+class OwnWork:
+    """The heartbeat thread of the script's own work. `alive`: sends one heartbeat."""
+
+    def __init__(self, alive: Callable[[], None]):
+        self._alive = alive
+        self._since_s: float | None = None
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Send heartbeats from now on, for at most OWN_MOST_S."""
+        self._since_s = time.monotonic()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._beat, name="own-work", daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        self._since_s = None
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(BEAT_S)
+            since_s = self._since_s
+            if since_s is not None and time.monotonic() - since_s < OWN_MOST_S:
+                self._alive()
+
+
+MOST_RANKS = 1 << 20
+WhatWasRead = Sequence[int] | np.ndarray[Any, Any]
+
+
+class DataPlace:
+    """The place in the data where the next step begins: the number of samples consumed so far."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = int(state["position"])
+
+
+def begin_micro(work: Work, number: int, m: int, seed: int, last: bool) -> None:
+    """Prepare the forward of micro-batch m of step `number`, and seed the generators by these and
+    the run's `seed`. `last`: it is this rank's last one of the step."""
+    work.training.strategy.micro(last=last)
+    work.timer.enter(FORWARD)
+    for take_up in work.training.hooks.before_micro:
+        take_up(m, True, False)
+    seed_everything(seed_for(seed, number, m))
+
+
+class OwnLoop:
+    """A foreign loop, made by `own_loop`; see the module. `micro_batches`: their number in
+    a full step, on all ranks together; `micro_batch`: samples in each."""
+
+    def __init__(self, work: Work, hands: Boundary, place: DataPlace):
+        self._work, self._hands, self._place = work, hands, place
+        if work.training.loads.watches:
+            raise BadInput(
+                "the model has routers that are balanced once per step, and this trainer does not "
+                "say when a backward begins; use run.steps(...) or run.loader, or balance them by "
+                "an auxiliary loss"
+            )
+        batching = work.batching
+        self.micro_batches, self.micro_batch = batching.micro_batches, batching.micro_batch
+        self.share = work.feed.plan.micros(work.peers.rank)
+        self.leads = work.peers.rank == 0
+        self._own_work = OwnWork(work.peers.life.tell)
+        self.seed_between()
+
+    def begin(self, micro_batches: int | None = None, samples: int | None = None) -> OwnStep:
+        """Begin the next optimizer step. `micro_batches`: their number, for a shorter step at the
+        end of an epoch; `samples`: the step's samples, if its last micro-batch is short; None: a
+        full step. All ranks pass the same. Raises ValueError."""
+        count = self.micro_batches if micro_batches is None else micro_batches
+        if not 1 <= count <= self.micro_batches:
+            raise ValueError(f"wanted 1 to {self.micro_batches} micro-batches, found {count}")
+        full = count * self.micro_batch
+        if samples is not None and not 0 < samples <= full:
+            raise ValueError(f"wanted 1 to {full} samples, found {samples}")
+        self._own_work.end()
+        self._work.peers.life.tell(WorkerPhase.COMPUTE, self._work.run.step)
+        return OwnStep(self, self._work, count, full if samples is None else samples, self._place)
+
+    def boundary(self) -> None:
+        """Agree between two steps on what to do, and do it, on all ranks at the same boundary.
+        Raises SystemExit, with the snapshot committed, when the node must leave or a replay is at
+        its last step."""
+        self._own_work.end()
+        with hidden_world.inside():
+            self._hands.boundary()
+        self._work.timer.rest()
+        self._own_work.begin()
+        if self._work.run.step >= self._hands.until:
+            self._hands.turn(machine.Finished())
+            sys.exit(0)
+
+    def finished(self) -> None:
+        """Commit the final snapshot, after the training and before the script's own work."""
+        self._own_work.end()
+        self._hands.turn(machine.Reached())
+        self._own_work.begin()
+
+    def seed_between(self) -> None:
+        """Seed the generators, so that code between two steps draws the same on any world."""
+        feed, step = self._work.feed, self._work.run.step
+        seed_everything(seed_for(feed.seed, step, self.micro_batches))
+
+
+class OwnStep:
+    """One optimizer update of a foreign loop; see the module."""
+
+    def __init__(self, loop: OwnLoop, work: Work, count: int, samples: int, place: DataPlace):
+        self.number = work.run.step + 1
+        self.count, self.samples = count, samples
+        self._loop, self._work, self._place = loop, work, place
+        plan, peers = work.feed.plan, work.peers
+        self.mine = range(loop.share.start, max(loop.share.start, min(loop.share.stop, count)))
+        self._sums = Sums(work.batching, peers.device, peers.leads_replica)
+        if count < loop.micro_batches:
+            self._sums.shares = tuple(
+                max(0, min(start + share, count) - start)
+                for start, share in zip(plan.starts, plan.shares, strict=True)
+            )
+        # in a short step, some ranks may have no micro-batch
+        self.some_idle = count < loop.micro_batches
+        self._micros = 0
+        self._floats: torch.Tensor | None = None
+        self._began = time.time(), time.perf_counter()
+        work.timer.begin(self.number)
+        work.timer.enter(DATA)
+        work.training.strategy.zero()
+
+    def first_of(self, m: int) -> int:
+        """Return the position of micro-batch m's first sample."""
+        return self._place.position + m * self._loop.micro_batch
+
+    def micro(self, m: int) -> None:
+        """Prepare the forward of micro-batch m, one of this rank's. Random numbers in it depend on
+        seed, step and m. Raises ValueError."""
+        if m not in self.mine:
+            raise ValueError(f"wanted one of this rank's micro-batches {self.mine}, found {m}")
+        begin_micro(self._work, self.number, m, self._work.feed.seed, last=m == self.mine[-1])
+
+    def idle(self) -> None:
+        """Announce a forward of something that is no micro-batch of this step."""
+        self._work.training.norms.rest()
+
+    def read(
+        self, m: int, keys: WhatWasRead | None = None, contents: WhatWasRead | None = None
+    ) -> None:
+        """Record the samples of micro-batch m: indices in the dataset (`keys`), or hashes of the
+        items where there are no indices (`contents`, by `content_hash`)."""
+        said = keys if keys is not None else contents
+        if not isinstance(said, np.ndarray) or said.dtype != np.int64:
+            values = () if said is None else said
+            said = np.array([int(value) % 2**63 for value in values], np.int64)
+        first = self.first_of(m)
+        at = np.arange(first, first + len(said), dtype=np.int64)
+        self._sums.note_foreign(at, said & np.int64(2**63 - 1))
+
+    def done(self, m: int, loss: torch.Tensor | float, weight: float) -> None:
+        """Record micro-batch m, after its backward. `loss`: the mean over it; `weight`: the number
+        of samples or tokens that it is the mean of."""
+        self._work.timer.enter(OTHER)
+        self._work.training.strategy.micro_done()
+        value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
+        self._sums.add(m, value.reshape(()), float(weight))
+        self._sums.tokens_weighted = True
+        self._micros += 1
+
+    def hold(self) -> None:
+        """Let `sync` send the gradients of this micro-batch, rather than its backward. Called
+        before that, for a trainer whose ranks may be at different points of a step by then."""
+        strategy = self._work.training.strategy
+        if isinstance(strategy, Replicated):
+            strategy.hold()
+
+    def backward_begins(self) -> None:
+        """Note, for the time breakdown, that the backward begins."""
+        self._work.timer.enter(BACKWARD)
+
+    def sync(self, redo: Callable[[], None] | None = None) -> None:
+        """Sum the gradients over all ranks. `redo`: repeats the forward and backward of all this
+        rank's micro-batches, needed with exact sums if a gradient did not fit. Raises BadInput if
+        that is needed and there is no `redo`."""
+        work, strategy = self._work, self._work.training.strategy
+        work.peers.life.tell(WorkerPhase.REDUCE)
+        work.timer.enter(COMMUNICATION)
+        with hidden_world.inside():
+            if not self.mine:
+                strategy.micro(last=True)
+            while strategy.may_repeat and strategy.again():
+                if redo is None:
+                    raise BadInput(
+                        f"step {self.number}: a gradient did not fit into exact sums, and this "
+                        "trainer cannot do a step again; use reduce='fast', or 'exact' instead of "
+                        "'exact32'"
+                    )
+                work.run.warn("a gradient did not fit: the step is done again", self.number)
+                redo()
+                if not self.mine:
+                    strategy.micro(last=True)
+            self._floats, _ = work.summed(self._sums)
+            for settle in work.training.hooks.before_update:
+                settle(self.count, self.some_idle)
+            strategy.divide(1.0)
+            self._floats[2] = strategy.norm()
+        work.finish_staging()
+        work.timer.enter(OPTIMIZER)
+
+    @property
+    def loss(self) -> float:
+        """The loss over the global batch, after `sync`. Waits for the device."""
+        assert self._floats is not None
+        total, weight = self._floats[:2].tolist()
+        return total / weight if weight else math.nan
+
+    @property
+    def weight(self) -> float:
+        """The weight of the global batch, after `sync`. Waits for the device."""
+        assert self._floats is not None
+        return float(self._floats[1])
+
+    def end(self, lr: float) -> None:
+        """Record the step, after the optimizers have stepped. `lr`: the learning rate."""
+        assert self._floats is not None
+        norm_once.forget()
+        begins, self._place.position = self._place.position, self._place.position + self.samples
+        with hidden_world.inside():
+            self._work.done(self._sums, self._began, self._micros, self._floats, lr, begins)
+        self._loop.seed_between()
+
+
+def script_world(run: Session) -> int:
+    """Return the world size whose global batch is kept, that is the number of ranks that an
+    unchanged script is assumed to be written for: the one that this run began with, else
+    HARNESS_SCRIPT_WORLD, else this world's. Raises BadInput."""
+    said = run.said_world
+    if said and not (said.isdecimal() and 1 <= int(said) <= MOST_RANKS):
+        raise BadInput(f"{SCRIPT_WORLD}={said!r}: wanted a number of ranks, at least 1")
+
+    def look() -> int:
+        begun: dict[str, Any] = {}
+        # `Run.identify` refuses a broken identity later, with a better message.
+        with contextlib.suppress(NotFound, BadObject):
+            if run._run.url:
+                begun = Identity.decode(run._run.store.get(IDENTITY)).body
+        found = begun.get("script_world")
+        if isinstance(found, int) and 1 <= found <= MOST_RANKS:
+            return found
+        return int(said) if said else run._peers.world
+
+    return int(run._peers.agree(look))
+
+
+@contextlib.contextmanager
+def gradients_kept(run: Session) -> Iterator[None]:
+    """Preserve the gradients across `own_loop` and the first `begin`, for a trainer that does
+    micro-batches of the first step before it knows how many a step has."""
+    assert run._work.training.model is not None
+    before = [(p, p.grad) for p in run._work.training.model.parameters()]
+    yield
+    for p, grad in before:
+        p.grad = grad
+
+
+def own_loop(
+    run: Session,
+    *,
+    micro_batches: int,
+    micro_batch: int,
+    data: str,
+    seed: int = 0,
+    total: int = 0,
+    adapter: str = "",
+) -> OwnLoop:
+    """Resume, and begin a foreign trainer's loop, for adapters (see the module).
+    `micro_batches`: their number in a step, on all ranks together; `micro_batch`: samples in
+    each; `data`: a description of its data and their order; `total`: its last step, 0: not
+    known. Raises BadInput, StoreError, SystemExit."""
+    training, feed = run._work.training, run._work.feed
+    if training.model is None:
+        raise BadInput("call run.prepare(model, optimizer) before own_loop(run, ...)")
+    foreign = {"data": data, "adapter": adapter, "script_world": script_world(run)}
+    place = training.keep_place(DataPlace())
+    with hidden_world.inside():
+        try:
+            feed.open_foreign(micro_batches, micro_batch, seed, foreign)
+        except TooManyRanks as e:
+            run._announce(feed.identity(training.model, run.reduce))
+            run._shrink(e)
+            raise
+        run._announce(feed.identity(training.model, run.reduce))
+        run._setup.settle()
+        run._hands.total = total
+        run._hands.turn(machine.Looped())
+        training.strategy.start(micro_batches)
+        training.strategy.zero()
+    norm_once.install()
+    return OwnLoop(run._work, run._hands, place)

@@ -1,0 +1,1 @@
+"""Models on device meshes: tensor, pipeline, context and expert parallelism, precision, memory."""

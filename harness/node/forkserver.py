@@ -1,0 +1,376 @@
+"""The processes that run the user's script, forked from one process per node that has already
+imported torch.
+
+`python -m harness.node.forkserver FD` imports torch, then forks a worker for each request on the
+socket FD (sent by `harness.node.forkserver`): environment, command and a pipe for its output. It
+dies
+with its node agent, and the workers die with it. A script's exception is written to
+TORCHELASTIC_ERROR_FILE, as torchrun does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any, BinaryIO, NoReturn
+
+from harness.core import extensions
+from harness.core.masking import learn, masked_deep
+from harness.core.world import BadInput
+from harness.node.heartbeat import (
+    DUMP_SIGNAL,
+    MESSAGE_NBYTES,
+    die_with_parent,
+    name_process,
+    process_state,
+)
+from harness.node.worker_gpus import ONE_GPU, OWN_GPU, UNTOUCHED
+from storage.tensors.tensor_threads import end_threads
+
+# The node's warm process, from the agent's side: torch is imported once per node, and workers are
+# forked from it in milliseconds.
+
+NO_MORE_S = 5.0  # for the warm process to report the end of a worker
+
+
+class Forked:
+    """One worker, with an interface like `subprocess.Popen`."""
+
+    def __init__(self, nursery: ForkServerClient):
+        self.pid = 0  # 0 until the warm process has forked it
+        self.returncode: int | None = None
+        self._nursery = nursery
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for the exit code and return it. Raises subprocess.TimeoutExpired."""
+        with self._nursery.changed:
+            if not self._nursery.changed.wait_for(lambda: self.returncode is not None, timeout_s):
+                raise subprocess.TimeoutExpired("harness.node.forkserver", timeout_s)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        with self._nursery.changed:
+            if self.pid and self.returncode is None:
+                os.kill(self.pid, number)
+
+    def kill(self, within_s: float) -> None:
+        """Send SIGKILL to its process group and wait for its end, for at most `within_s`: a worker
+        that hangs in a driver cannot be killed."""
+        until_s = time.monotonic() + within_s
+        while self.returncode is None:
+            with self._nursery.changed:
+                if self.pid and self.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(self.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.wait(min(NO_MORE_S, within_s))
+                return
+            # the worker has ended, so the warm process hangs, or is stopped
+            if not self.pid or process_state(self.pid) in ("Z", ""):
+                self._nursery.close()
+            elif time.monotonic() > until_s:
+                return
+
+
+class ForkServerClient:
+    """A warm process from which workers are forked. `env`: its, and so their, environment."""
+
+    def __init__(self, env: Mapping[str, str]):
+        self.changed = threading.Condition()
+        self._children: dict[int, Forked] = {}
+        self._count = 0
+        self._warm = threading.Event()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "harness.node.forkserver", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**UNTOUCHED, **env},
+                start_new_session=True,
+            )
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def warm(self) -> bool:
+        """Return whether it has imported what scripts need, or has ended and never will."""
+        return self._warm.is_set()
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def fork(self, order: Mapping[str, Any]) -> tuple[Forked, BinaryIO]:
+        """Start a worker that runs `order` (see `harness.node.forkserver.run`) as soon as the
+        process is warm. Return it, and a file of its output."""
+        out, theirs = os.pipe()
+        worker = Forked(self)
+        with self.changed:
+            self._count += 1
+            self._children[self._count] = worker
+            number = self._count
+        try:
+            socket.send_fds(
+                self._socket, [json.dumps({"fork": number, "order": order}).encode()], [theirs]
+            )
+        except OSError:  # it has ended, and `_listen` may have returned already
+            self._lose(number)
+        finally:
+            os.close(theirs)
+        return worker, open(out, "rb")
+
+    def close(self) -> None:
+        """End the process, and with it its workers."""
+        self._process.kill()
+        self._process.wait()
+        self._listener.join()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = json.loads(self._socket.recv(MESSAGE_NBYTES) or b"{}")
+            except ConnectionError:
+                message = {}
+            if not message:
+                break
+            with self.changed:
+                if "warm" in message:
+                    self._warm.set()
+                elif "pid" in message:
+                    self._children[message["fork"]].pid = message["pid"]
+                else:
+                    self._children.pop(message["fork"]).returncode = message["code"]
+                    with contextlib.suppress(OSError):
+                        self._socket.send(json.dumps({"reap": message["fork"]}).encode())
+                self.changed.notify_all()
+        # a living process that has closed its socket is of no use either
+        self._process.kill()
+        self._process.wait()
+        for number in list(self._children):
+            self._lose(number)
+        self._warm.set()
+        self._socket.close()
+
+    def _lose(self, number: int) -> None:
+        with self.changed:
+            worker = self._children.pop(number, None)
+            if worker is None:
+                return
+            if worker.pid:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    # it dies with the warm process; processes that it has started do not
+                    os.killpg(worker.pid, signal.SIGKILL)
+            worker.returncode = -signal.SIGKILL
+            self.changed.notify_all()
+
+
+def write_error(error: BaseException) -> None:
+    """Write type, message and traceback to the file that the agent (or torchrun) reads."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    body = {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "type": type(error).__name__,
+            "text": str(error),
+            "extraInfo": {
+                "py_callstack": "".join(traceback.format_exception(error)),
+                "timestamp": str(int(time.time())),
+            },
+        }
+    }
+    with contextlib.suppress(OSError), open(path, "w") as f:
+        json.dump(masked_deep(body), f)
+
+
+def run(order: dict[str, Any]) -> None:
+    """Run the script here. `order` is {"env": {...}, "argv": ["script.py" or "-m", ...]}."""
+    os.environ.update(order["env"])
+    if os.environ.get(ONE_GPU) and (gpu := os.environ.get(OWN_GPU)):
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before anything can initialize CUDA
+    learn(os.environ)
+    argv: list[str] = order["argv"]
+    try:
+        adapt = os.environ.get("HARNESS_ADAPT", "none")
+        if adapt != "none":
+            try:
+                extensions.load(extensions.IMPORT_HOOK, f"--adapt {adapt}").install()
+            except BadInput:  # without adapters, a script of `harness.attach` needs none
+                if adapt != "auto":
+                    raise
+        if argv[0] == "-m":
+            sys.argv = argv[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = argv
+            sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
+            runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException as e:
+        write_error(e)
+        raise
+
+
+def serve(fd: int) -> None:
+    """Import torch and more, then fork workers on request until the agent ends."""
+    die_with_parent()
+    # Ctrl-C and a cloud's SIGTERM are for the agent, which then notifies the workers itself
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
+    # imports make almost no garbage, and collecting it takes a tenth of their time
+    gc.disable()
+    # The first optimizer that is made imports torch._dynamo, which takes half as long as torch
+    # itself; numpy.unique imports numpy.ma.
+    for module in (
+        "numpy",
+        "numpy.ma",
+        "torch",
+        "torch.distributed",
+        "torch.distributed.checkpoint",
+        "harness.worker.session",
+        "torch._dynamo",
+    ):
+        with contextlib.suppress(ImportError):  # the script may need none of them
+            importlib.import_module(module)
+    for module in filter(None, os.environ.get("HARNESS_PRELOAD", "").split(",")):
+        try:
+            importlib.import_module(module)
+        except Exception as e:  # the script itself will fail, if it needs the module
+            print(f"harness: preload {module}: {type(e).__name__}: {e}", flush=True)
+    gc.collect()
+    gc.freeze()  # permanent objects are not scanned, so workers do not copy their pages
+    gc.enable()
+    agent = socket.socket(fileno=fd)
+    awake, alarm = socket.socketpair()
+    awake.setblocking(False)
+    alarm.setblocking(False)
+    signal.set_wakeup_fd(alarm.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    agent.send(b'{"warm": true}')
+    living: dict[int, int] = {}  # number of the request -> process
+    # Not reaped yet: no other process may get the id before the agent knows of the end.
+    ended: dict[int, int] = {}
+    while True:
+        if agent in select.select([agent, awake], [], [])[0]:
+            data, fds, _, _ = socket.recv_fds(agent, MESSAGE_NBYTES, 1)
+            if not data:
+                return
+            request = json.loads(data)
+            if "reap" in request:
+                os.waitpid(ended.pop(request["reap"]), 0)
+                continue
+            warm = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                die_with_parent(warm)
+                for one in (agent, awake, alarm):
+                    one.close()
+                become_worker(request["order"], fds[0])
+            os.close(fds[0])
+            living[request["fork"]] = pid
+            agent.send(json.dumps({"fork": request["fork"], "pid": pid}).encode())
+        with contextlib.suppress(BlockingIOError):
+            awake.recv(4096)
+        for number, pid in list(living.items()):
+            if (end := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                ended[number] = living.pop(number)
+                code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+                agent.send(json.dumps({"fork": number, "code": code}).encode())
+
+
+def become_worker(order: dict[str, Any], out: int) -> NoReturn:
+    """Run the script, in the fork, as if this process had been started for it. `out`: the pipe for
+    its output."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(signum, signal.SIG_DFL)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.close(out)
+    name_process(f"rank-{order['env'].get('RANK', '')}")
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    # a preloaded module has initialized CUDA, which does not survive a fork: start a new process
+    if torch is not None and torch.cuda._is_in_bad_fork():
+        pipe = os.memfd_create("order")
+        os.write(pipe, json.dumps(order).encode())
+        os.lseek(pipe, 0, os.SEEK_SET)
+        os.dup2(pipe, 0)
+        os.execv(sys.executable, [sys.executable, "-m", "harness.node.forkserver", "-"])
+    if numpy is not None:
+        # each process gets its own seed, as if it had imported numpy; Python's reseeds after a fork
+        numpy.random.seed()
+    leave(exit_code(order))
+
+
+def main() -> None:
+    if sys.argv[1] != "-":
+        serve(int(sys.argv[1]))
+        return
+    die_with_parent()
+    faulthandler.register(DUMP_SIGNAL, all_threads=True)
+    order = json.loads(sys.stdin.readline())
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    leave(exit_code(order))
+
+
+def exit_code(order: dict[str, Any]) -> int:
+    """Run the script to its end. Return the exit code that Python would have."""
+    try:
+        code = 0
+        try:
+            run(order)
+        except SystemExit as e:
+            if not (e.code is None or isinstance(e.code, int)):
+                print(e.code, file=sys.stderr)
+            code = e.code if isinstance(e.code, int) else int(e.code is not None)
+        if code == 0 and (session := sys.modules.get("harness.worker.session")) is not None:
+            try:
+                session.conclude()  # while threads and connections still exist
+            except SystemExit as e:
+                return e.code if isinstance(e.code, int) else 1
+            except BaseException as e:
+                write_error(e)
+                raise
+        return code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+
+
+def leave(code: int) -> NoReturn:
+    """End the process as Python does, with threads joined and atexit functions run, but without
+    tearing down torch's modules: that takes a second or two on a busy machine, while the next world
+    waits for this rank. As nothing is torn down, threads with tensors are not waited for."""
+    atexit.unregister(end_threads)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""A worker's heartbeat: a few bytes in a file that its session rewrites at every step, and the node
+agent's watchdog on it.
+
+The worker records its phase (`WorkerPhase`) and step; the agent, which must not rely on a hung
+process to answer, only reads. It knows nothing of torch or the bucket. A script without a session
+writes nothing and never counts as hung.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import struct
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+
+# Conventions between the processes of one machine: death with the parent, names, signals. No
+# torch.
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+# loaded here: a freshly forked child must not import or allocate much
+LIBC = ctypes.CDLL(None, use_errno=True)
+MESSAGE_NBYTES = 1 << 20
+DUMP_SIGNAL = signal.SIGUSR2  # the agent sends it to get a hung worker's stack
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Arrange to be killed when the parent dies, however it dies. Linux only; elsewhere there is no
+    such call, and closing pipes must suffice.
+
+    `parent`: its process id from before the fork, since it may have died before this call; then
+    this process exits with 1. None: the current parent.
+    """
+    parent = os.getppid() if parent is None else parent
+    with contextlib.suppress(OSError, AttributeError):
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def name_process(name: str) -> None:
+    """Set the name that `top` and `ps -o comm` show."""
+    with contextlib.suppress(OSError, AttributeError):
+        LIBC.prctl(PR_SET_NAME, name.encode()[:15])
+
+
+LAYOUT = struct.Struct("<qqqd")  # beats, step, place, time at which the step was recorded
+REMEMBERED_STEPS = 50
+FACTOR = 10.0  # a step may take this many times as long as the slowest remembered one
+
+
+class WorkerPhase(IntEnum):
+    """The phase of a worker's life. In REDUCE, SAVING and LEAVING it waits for others, so its
+    silence may be their fault."""
+
+    START = 1  # until the process group is ready
+    RESTORE = 2  # loading a snapshot
+    COMPUTE = 3  # forward, backward, optimizer, and whatever the script does between two steps
+    REDUCE = 4  # summing over ranks
+    STAGING = 5  # copying the state to host memory
+    SAVING = 6  # waiting for a snapshot to be committed
+    LEAVING = 7
+
+
+WAITS_FOR_OTHERS = (WorkerPhase.REDUCE, WorkerPhase.SAVING, WorkerPhase.LEAVING)
+WAITS_FOR_SNAPSHOTS = (WorkerPhase.SAVING, WorkerPhase.LEAVING)
+
+
+@dataclass(frozen=True)
+class Sign:
+    beats: int
+    step: int
+    place: WorkerPhase
+    step_s: float = 0.0  # time at which this step was recorded, monotonic
+
+    def packed(self) -> bytes:
+        return LAYOUT.pack(self.beats, self.step, self.place, self.step_s)
+
+
+class ProgressFile:
+    """The worker's side of its heartbeat. `tell` costs one small write into the page cache."""
+
+    def __init__(self, path: str | None):
+        self.path = path or ""
+        self._fd = (
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            if path
+            else -1
+        )
+        self._beats, self._step, self._place, self._step_s = 0, 0, WorkerPhase.START, 0.0
+
+    def tell(self, place: WorkerPhase | None = None, step: int | None = None) -> None:
+        """Write a heartbeat, with the current `place` and `step` (None: unchanged)."""
+        self._beats += 1
+        self._place = self._place if place is None else place
+        if step is not None and step != self._step:
+            self._step, self._step_s = step, time.monotonic()
+        if self._fd >= 0:
+            os.pwrite(self._fd, self.sign.packed(), 0)
+
+    @property
+    def sign(self) -> Sign:
+        return Sign(self._beats, self._step, self._place, self._step_s)
+
+
+def read(path: Path) -> Sign | None:
+    """Return the last heartbeat in the file, or None if there is none yet."""
+    try:
+        beats, step, place, step_s = LAYOUT.unpack(path.read_bytes()[: LAYOUT.size])
+    except (FileNotFoundError, struct.error):
+        return None
+    return Sign(beats, step, WorkerPhase(place), step_s)
+
+
+def process_state(pid: int) -> str:
+    """Return the kernel's letter for the process: R, S, D, T (stopped), Z...; "" where /proc does
+    not show it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Timeouts of a worker's heartbeat. `hang_after_s` None: ten times the slowest of the last
+    steps, and at least `floor_s`, since a validation between two steps is silent as well; for a
+    worker that waits for others at least `wait_s`, so that their agents can act first."""
+
+    hang_after_s: float | None = None
+    floor_s: float = 300.0
+    wait_s: float = 900.0
+    stopped_s: float = 60.0  # stopped by a signal: slow work cannot be the reason
+    start_s: float = 1800.0  # start, resuming and the first two steps (which may compile)
+    save_s: float = 900.0  # staging, waiting for a commit, leaving; a commit has its own timeout
+
+
+@dataclass
+class WorkerHeartbeat:
+    """The node agent's view of one worker. All times are on the agent's monotonic clock.
+    `patience`: factor on `floor_s` while the worker computes; the agent doubles it for each hang
+    that it found before, so that slow work is not taken for a hang repeatedly."""
+
+    path: Path
+    limits: Limits
+    patience: float = 1.0
+    sign: Sign | None = None
+    since_s: float = 0.0  # when the sign last changed
+    _step_s: float | None = None  # when the step last changed
+    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))
+
+    def look(self, now: float) -> None:
+        found = read(self.path)
+        if found is None or found == self.sign:
+            return
+        if self.sign is not None and found.step != self.sign.step:
+            if self._step_s is not None:
+                self._steps.append((now - self._step_s) / max(1, found.step - self.sign.step))
+            self._step_s = now
+        self.sign, self.since_s = found, now
+
+    def forgive(self, seconds: float) -> None:
+        """Exclude `seconds` in which the agent itself was suspended from the worker's silence."""
+        self.since_s += seconds
+        if self._step_s is not None:
+            self._step_s += seconds
+
+    def bound_s(self, stopped: bool = False) -> float:
+        """Return the timeout of the current silence in seconds. `stopped`: the worker is stopped by
+        a signal, so slow work cannot be the reason."""
+        known = self.limits.hang_after_s
+        if stopped:
+            return self.limits.stopped_s if known is None else known
+        if self.sign is None or self.sign.place in (WorkerPhase.START, WorkerPhase.RESTORE):
+            return self.limits.start_s
+        if self.sign.place in (WorkerPhase.STAGING, WorkerPhase.SAVING, WorkerPhase.LEAVING):
+            return self.limits.save_s
+        if known is not None:
+            return known
+        if len(self._steps) < 2:
+            return self.limits.start_s
+        floor_s = (
+            self.limits.wait_s
+            if self.sign.place in WAITS_FOR_OTHERS
+            else self.limits.floor_s * self.patience
+        )
+        return max(floor_s, FACTOR * max(self._steps))
+
+    def hung(self, now: float, state: str) -> str:
+        """Return why the worker counts as hung, in words, or "" if it does not. A worker that never
+        wrote a heartbeat only counts as hung when stopped. `state`: see `process_state`."""
+        stopped = state == "T"
+        if self.sign is None:
+            if not stopped:
+                self.since_s = now
+                return ""
+            where = "before its session began"
+        else:
+            where = f"in {self.sign.place.name.lower()} after step {self.sign.step}"
+        silent_s, bound_s = now - self.since_s, self.bound_s(stopped)
+        if silent_s <= bound_s:
+            return ""
+        how = " (stopped by a signal)" if stopped else f" (process state {state})" if state else ""
+        return f"no sign of life for {silent_s:.0f} s {where}, bound {bound_s:.0f} s{how}"
+
+    def waits(self, state: str) -> bool:
+        """Return whether a hung worker is in a phase in which it waits for others. `state`: see
+        `process_state`."""
+        return (
+            state not in ("T", "D")
+            and self.sign is not None
+            and self.sign.place in WAITS_FOR_OTHERS
+        )

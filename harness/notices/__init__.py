@@ -1,0 +1,1 @@
+"""Preemption notices: one file per cloud's metadata service."""

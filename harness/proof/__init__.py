@@ -1,1 +1,0 @@
-"""What proves the rest: the simulation, the drill, kills, replay."""

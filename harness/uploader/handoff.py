@@ -1,0 +1,735 @@
+"""The hand-off of snapshots from workers to their node's uploader: the client in each worker, and
+the server with its process. `node_uploader.py` starts and stops that process for the agent."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import queue
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from harness.bucket.journal import Journal
+from harness.bucket.layout import newest_epoch
+from harness.bucket.signed_heads import signed
+from harness.core.decoding import NewerProtocol
+from harness.core.facts import DrainVerdict, Fact, SnapshotCommitted, SnapshotFailed
+from harness.core.masking import keep_secrets
+from harness.core.world import Fenced
+from harness.node.heartbeat import WAITS_FOR_SNAPSHOTS, ProgressFile, Sign, die_with_parent
+from harness.node.heartbeat import read as read_sign
+from harness.uploader.node_tiers import NearbyConfig, NodeTiers
+from storage.errors import StoreError
+from storage.http_server import DEAF_S, OUT_OF_DESCRIPTORS
+from storage.private_folders import NotOurs, check_caller, is_ours
+from storage.snapshots.manifest import Ref, SnapshotCorrupt
+from storage.snapshots.pacer import IdlePriority, TrainingSeen, can_come_back
+from storage.snapshots.snapshots import Snapshots
+from storage.snapshots.staging import (
+    Segment,
+    Segments,
+    StageFull,
+)
+from storage.snapshots.upload import Forecast, Uploader, UploadJob, UploadOutcome
+from storage.stores.objects import ObjectStore
+from storage.stores.store_urls import open_store
+from storage.tiers.tiers import SegmentTier
+
+# the longest wait for an answer of the uploader (making a big segment takes seconds)
+ANSWER_S = 30.0
+CONNECT_S = 15.0  # the longest wait for its start; afterwards the trainer itself uploads
+FREE_S = 10.0  # the longest wait for a needed segment that it still reads
+AGENT_ANSWER_S = 2.0  # the agent's timeout, shorter since it must not block
+BUFFERS = 2  # one being sent, one being filled
+NICE = 10
+NEAR_S = 20.0  # the longest that a leaving node waits until its neighbour has copied its data
+Done = Callable[[UploadOutcome], None]
+Free = Callable[[], None]
+FileRange = tuple[str, int, int]  # file, start, end
+
+
+class SnapshotSender(Protocol):
+    """The interface of a session to the sender of its snapshots."""
+
+    def segment(self, nbytes: int) -> Segment:
+        """Return memory for one more snapshot, which the caller owns until it sends it or gives it
+        back. Raises StageFull."""
+
+    def give_back(self, segment: Segment) -> None:
+        """Release a segment that is not needed after all."""
+
+    def send(self, job: UploadJob, segment: Segment, done: Done) -> None:
+        """Hand over a snapshot. `done` is called with the outcome. The segment becomes free then or
+        some time later; get the next one by `segment`."""
+
+    def held(self, ref: Ref) -> dict[str, Any]:
+        """Return where a snapshot lies nearer than in the bucket, in the form that
+        `node_tiers.tiers_for` takes; {}: nowhere."""
+
+    def open_data(self, folder: str, nbytes: int) -> dict[str, Any]:
+        """Open a cache of data to other nodes. Return where theirs are, in the form that
+        `node_tiers.data_peers` takes; {}: nowhere."""
+
+
+def fence(store: ObjectStore) -> Callable[[Ref], None]:
+    """Return a check that raises Fenced for snapshots of a generation (the code's `epoch`) if a
+    newer one exists. It runs before each commit."""
+
+    def check(ref: Ref) -> None:
+        try:
+            newest = newest_epoch(store).epoch
+        except NewerProtocol as e:
+            raise Fenced(
+                f"epoch {ref.epoch} is over: a newer version of this code has begun another ({e})"
+            ) from e
+        if newest > ref.epoch:
+            raise Fenced(
+                f"epoch {ref.epoch} is over: a newer one exists, so its snapshot of step "
+                f"{ref.step} is not committed"
+            )
+
+    return check
+
+
+@contextlib.contextmanager
+def socket_in(folder: Path) -> Iterator[str]:
+    """Yield the address of the socket in a folder. It must be a path of at most 107 bytes; on Linux
+    a path through a file descriptor makes any folder's short enough."""
+    if not sys.platform.startswith("linux"):
+        yield str(folder / "socket")
+        return
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{fd}/socket"
+    finally:
+        os.close(fd)
+
+
+def sign_seen(sign: Sign | None) -> TrainingSeen | None:
+    """Convert a trainer's heartbeat to what `storage.snapshots.pacer.TrainingWatch` returns."""
+    if sign is None:
+        return None
+    return TrainingSeen(sign.step, sign.place in WAITS_FOR_SNAPSHOTS, sign.step_s)
+
+
+@dataclass
+class _Slot:
+    """A segment and its use. `near`: its snapshot is committed, and is being copied to nearer
+    tiers."""
+
+    segment: Segment
+    busy: bool = False
+    near: bool = False
+
+
+class InProcessSender:
+    """The courier that uploads from the trainer's own process and memory."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        on_outcome: Callable[[UploadJob, UploadOutcome], None],
+        progress: ProgressFile | None = None,
+    ):
+        seen = (
+            (lambda where: sign_seen(progress.sign))
+            if progress is not None
+            else (lambda where: None)
+        )
+        self._uploader = Uploader(
+            store, fence(store), on_outcome, line=IdlePriority(NICE), watch=seen
+        )
+        self._slots: list[_Slot] = []
+
+    def segment(self, nbytes: int) -> Segment:
+        self._slots = [s for s in self._slots if s.busy or s.segment.nbytes >= nbytes]
+        for slot in self._slots:
+            if not slot.busy:
+                slot.busy = True
+                return slot.segment
+        if len(self._slots) >= BUFFERS:
+            raise StageFull(f"{BUFFERS} snapshots are on their way already")
+        self._slots.append(_Slot(Segment.anonymous(nbytes).touch(), busy=True))
+        return self._slots[-1].segment
+
+    def give_back(self, segment: Segment) -> None:
+        for slot in self._slots:
+            if slot.segment is segment:
+                slot.busy = False
+
+    def send(self, job: UploadJob, segment: Segment, done: Done) -> None:
+        def landed(outcome: UploadOutcome) -> None:
+            self.give_back(segment)
+            done(outcome)
+
+        self._uploader.submit(job, segment.view, landed)
+
+    def held(self, ref: Ref) -> dict[str, Any]:
+        return {}
+
+    def open_data(self, folder: str, nbytes: int) -> dict[str, Any]:
+        return {}
+
+
+class UploaderConnection:
+    """A connection to the uploader's socket, for requests and answers. Raises ConnectionError when
+    the uploader is not there, or no longer there."""
+
+    def __init__(
+        self, folder: Path, connect_s: float = CONNECT_S, on_lost: Callable[[], None] = lambda: None
+    ):
+        deadline_s = time.monotonic() + connect_s
+        while True:
+            self._socket = socket.socket(socket.AF_UNIX)
+            try:
+                if not is_ours(folder):
+                    raise ConnectionError("it is no folder of this user's own")
+                with socket_in(folder) as address:
+                    self._socket.connect(address)
+                check_caller(self._socket)
+                break
+            except (OSError, NotOurs) as e:
+                self._socket.close()
+                if time.monotonic() > deadline_s:
+                    raise ConnectionError(f"no uploader answers in {folder} ({e})") from e
+                time.sleep(0.05)
+        self._numbers, self._lock = itertools.count(), threading.Lock()
+        self._answers: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
+        self._later: dict[int, tuple[UploadJob, Done, Free]] = {}
+        self._on_lost, self.lost = on_lost, False
+        threading.Thread(target=self._read, name="uploader-line", daemon=True).start()
+
+    def ask(self, what: str, *, answer_s: float = ANSWER_S, **body: Any) -> dict[str, Any]:
+        """Send a request and return its answer. Raises ConnectionError, also after a timeout of
+        `answer_s`, and StageFull for an answer that is an error."""
+        answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        number = next(self._numbers)
+        self._answers[number] = answers
+        self._say({"do": what, "n": number, **body})
+        try:
+            answer = answers.get(timeout=answer_s)
+        except queue.Empty:
+            answer = None
+        if answer is None:
+            raise ConnectionError(f"the uploader did not answer within {answer_s:.0f} s")
+        if "error" in answer:
+            raise StageFull(answer["error"])
+        return answer
+
+    def send(self, job: UploadJob, path: str, done: Done, free: Free = lambda: None) -> None:
+        """Hand over a job. `done` is called with its outcome; `free` when nobody needs the segment
+        any more. Raises ConnectionError."""
+        number = next(self._numbers)
+        self._later[number] = job, done, free
+        self._say({"do": "send", "n": number, "job": job.to_dict(), "path": path})
+
+    def _say(self, body: dict[str, Any]) -> None:
+        with self._lock:
+            if self.lost:
+                raise ConnectionError("the uploader is gone")
+            self._socket.sendall(json.dumps(body).encode() + b"\n")
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, ValueError), self._socket.makefile("rb") as lines:
+            for line in lines:
+                body = json.loads(line)
+                number = body["n"]
+                if number in self._answers:
+                    self._answers.pop(number).put(body)
+                    continue
+                job, done, free = self._later[number]
+                if body.get("free") or "error" in body:
+                    del self._later[number]
+                    free()
+                if "outcome" in body:
+                    done(UploadOutcome.from_dict(body["outcome"]))
+                elif "error" in body:
+                    done(
+                        UploadOutcome(
+                            job.ref,
+                            job.rank,
+                            "failed",
+                            error=body["error"],
+                            kind="StoreError",
+                            note=job.note,
+                        )
+                    )
+        with self._lock:
+            self.lost = True
+        for one in list(self._answers.values()):
+            one.put(None)
+        self._on_lost()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class UploaderClient:
+    """The courier that hands snapshots to this node's uploader process. If that dies, unfinished
+    and later snapshots are sent by `fallback`."""
+
+    def __init__(self, folder: Path, epoch: int, local_rank: int, fallback: InProcessSender):
+        self._epoch, self._rank, self._fallback = epoch, local_rank, fallback
+        self._slots: list[_Slot] = []
+        self._pending: dict[Ref, tuple[UploadJob, Segment, Done]] = {}
+        self._lock, self._reserving = threading.Lock(), threading.Lock()
+        self._freed = threading.Condition()
+        self._line = UploaderConnection(folder, on_lost=self._take_over)
+
+    def segment(self, nbytes: int) -> Segment:
+        with self._reserving:
+            if (segment := self._free_one(nbytes)) is not None:
+                return segment
+            # free segments here have another size
+            unused = [str(s.segment.path) for s in self._slots if not s.busy]
+            self._slots = [s for s in self._slots if s.busy]
+            try:
+                answer = self._line.ask(
+                    "reserve",
+                    rank=self._rank,
+                    epoch=self._epoch,
+                    nbytes=max(1, nbytes),
+                    unused=unused,
+                )
+            except ConnectionError:
+                return self._fallback.segment(nbytes)
+            except StageFull as e:
+                with self._freed:  # the uploader has stopped copying to nearer tiers for this
+                    self._freed.wait_for(lambda: not any(s.near for s in self._slots), FREE_S)
+                if (segment := self._free_one(nbytes)) is not None:
+                    return segment
+                if self._slots:
+                    raise
+                print(f"harness: {e}; snapshots are staged in the trainer's own memory", flush=True)
+                return self._fallback.segment(nbytes)
+            self._slots.append(_Slot(Segment.open(Path(answer["path"])).touch(), busy=True))
+            return self._slots[-1].segment
+
+    def _free_one(self, nbytes: int) -> Segment | None:
+        for slot in self._slots:
+            if not slot.busy and slot.segment.nbytes == max(1, nbytes):
+                slot.busy = True
+                return slot.segment
+        return None
+
+    def give_back(self, segment: Segment) -> None:
+        self._fallback.give_back(segment)
+        with self._freed:
+            for slot in self._slots:
+                if slot.segment is segment:
+                    slot.busy = slot.near = False
+            self._freed.notify_all()
+
+    def send(self, job: UploadJob, segment: Segment, done: Done) -> None:
+        slot = next((slot for slot in self._slots if slot.segment is segment), None)
+        if slot is None:
+            self._fallback.send(job, segment, done)
+            return
+
+        def landed(outcome: UploadOutcome) -> None:
+            with self._lock:
+                self._pending.pop(job.ref, None)
+            slot.near = slot.busy
+            done(outcome)
+
+        def free() -> None:
+            self.give_back(segment)
+
+        def sent_from_here(outcome: UploadOutcome) -> None:
+            free()
+            landed(outcome)
+
+        with self._lock:
+            self._pending[job.ref] = job, segment, sent_from_here
+        try:
+            self._line.send(job, str(segment.path), landed, free)
+        except OSError:
+            # The uploader died. If it already had our job, `_take_over` has run, and a second call
+            # does nothing.
+            self._take_over()
+
+    def _take_over(self) -> None:
+        """Send unfinished jobs by the fallback. The fencing token is unchanged, so sending a share
+        twice is harmless."""
+        with self._lock:
+            pending, self._pending = list(self._pending.values()), {}
+        for slot in [slot for slot in self._slots if slot.near]:
+            self.give_back(slot.segment)
+        for job, segment, landed in pending:
+            self._fallback.send(job, segment, landed)
+
+    def held(self, ref: Ref) -> dict[str, Any]:
+        try:
+            return dict(self._line.ask("held", ref=ref.name)["near"])
+        except (ConnectionError, StageFull):
+            return {}
+
+    def open_data(self, folder: str, nbytes: int) -> dict[str, Any]:
+        try:
+            return dict(self._line.ask("data", folder=folder, nbytes=nbytes)["near"])
+        except (ConnectionError, StageFull):
+            return {}
+
+
+def courier_at(folder: Path, epoch: int, local_rank: int, local: InProcessSender) -> SnapshotSender:
+    """Return a courier to the uploader whose stage is `folder`; `local` if nobody answers there."""
+    try:
+        return UploaderClient(folder, epoch, local_rank, local)
+    except ConnectionError as e:
+        print(f"harness: {e}; snapshots are sent from this process", flush=True)
+        return local
+
+
+def fact_of(job: UploadJob, outcome: UploadOutcome) -> Fact:
+    """Return the fact that records a job's outcome."""
+    note, ref = job.note, job.ref
+    if outcome.state != "committed":
+        return SnapshotFailed(ref.step, ref.epoch, outcome.error)
+    commit_s = time.time() - note["t_start"]
+    return SnapshotCommitted(
+        ref.step,
+        ref.epoch,
+        outcome.nbytes,
+        note["stall_s"],
+        commit_s,
+        note["why"],
+        note["t_start"],
+        outcome.weights,
+        outcome.slowdown,
+        outcome.pace,
+        note.get("interval_s", 0.0),
+        note.get("between_losses_s", 0.0),
+    )
+
+
+# The uploader process of a node, which uploads snapshots beside the trainer, and its protocol.
+
+TellLater = Callable[[dict[str, Any]], None]
+CONNECTIONS = (
+    128  # at once: the agent, this node's workers of this and the last generation, a few people
+)
+STACK_NBYTES = 1 << 20  # of each thread; small, since there are many
+LONGEST_NBYTES = 256 << 20  # of one request; a job lists every tensor of a rank's share
+NO_REQUEST = (ValueError, AttributeError, KeyError, TypeError, OverflowError)
+
+
+# ---- the process ---------------------------------------------------------------------------------
+@dataclass
+class _Kept:
+    """A segment and its contents."""
+
+    segment: Segment
+    rank: int
+    epoch: int
+    busy: bool = False
+    ref: Ref | None = None  # the written snapshot whose share of this rank is complete in here
+    parts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    tier: SegmentTier | None = None  # the part that peers may read
+
+
+class _Trainers:
+    """The trainers that hand over snapshots: the progress file and process id of each (0:
+    unknown)."""
+
+    def __init__(self, line: IdlePriority):
+        self.line, self._pids, self._lock = line, dict[str, int](), threading.Lock()
+
+    def came(self, watch: str, pid: int) -> None:
+        with self._lock:
+            self._set({**self._pids, watch: pid})
+
+    def left(self, pid: int) -> None:
+        with self._lock:
+            self._set({w: p for w, p in self._pids.items() if not pid or p != pid})
+
+    def _set(self, pids: dict[str, int]) -> None:
+        """Replace both collections. They are never changed in place, since other threads read
+        them."""
+        self._pids, self.line.trainers = pids, set(pids.values()) - {0, os.getpid()}
+
+    def seen(self, watch: str) -> TrainingSeen | None:
+        """Return a trainer's progress, for `TrainingWatch`; None: it has left."""
+        return sign_seen(read_sign(Path(watch))) if watch in self._pids else None
+
+
+class UploadServer:
+    """The uploader of one node. `serve` returns when `stop` is called."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        folder: Path,
+        budget_nbytes: int,
+        member: str,
+        nearby: NearbyConfig,
+        line: IdlePriority | None = None,
+    ):
+        self.store, self.member = store, member
+        self.snapshots = Snapshots(store)
+        self.journal = Journal(store, f"uploader-{member}-{secrets.token_hex(3)}", time.time)
+        self.segments = Segments(folder, budget_nbytes)
+        self._trainers = _Trainers(line or IdlePriority(NICE))
+        self.uploader = Uploader(
+            store,
+            fence(store),
+            self._record,
+            line=self._trainers.line,
+            watch=self._trainers.seen,
+        )
+        self._kept: dict[str, _Kept] = {}
+        self._lock = threading.Lock()
+        self._expected: dict[tuple[Ref, int], tuple[bool, float, float]] = {}
+        self._deadline_s: float | None = None  # wall clock
+        self.nearby = NodeTiers(store, member, folder, nearby, self._staged)
+        self._places, self._stopped = threading.BoundedSemaphore(CONNECTIONS), False
+        self._socket = socket.socket(socket.AF_UNIX)
+        with socket_in(folder) as address:
+            self._socket.bind(address)
+        self._socket.listen(64)
+
+    def serve(self) -> None:
+        while not self._stopped:
+            try:
+                connection, _ = self._socket.accept()
+                caller = check_caller(connection)
+            except NotOurs:
+                connection.close()
+            except OSError as e:
+                if e.errno not in OUT_OF_DESCRIPTORS:  # `stop` was called
+                    return
+                time.sleep(DEAF_S)
+            else:
+                if self._places.acquire(blocking=False):
+                    threading.Thread(
+                        target=self._talk, args=(connection, caller), daemon=True
+                    ).start()
+                else:
+                    connection.close()
+
+    def stop(self) -> None:
+        self._stopped = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self.nearby.close()
+        with contextlib.suppress(StoreError):
+            self.journal.flush()
+
+    def _talk(self, connection: socket.socket, caller: int) -> None:
+        """Serve the connection of one worker or the agent. When it closes (or the caller dies), the
+        jobs it handed over go on, but no longer at a pace that spares that trainer."""
+        lock = threading.Lock()
+
+        def say(body: dict[str, Any]) -> None:
+            with lock, contextlib.suppress(OSError):
+                connection.sendall(json.dumps(body).encode() + b"\n")
+
+        try:
+            with contextlib.suppress(OSError), connection, connection.makefile("rb") as lines:
+                while (line := lines.readline(LONGEST_NBYTES)).endswith(b"\n"):
+                    self._hear(line, say, caller)
+        finally:
+            self._trainers.left(caller)
+            self._places.release()
+
+    def _hear(self, line: bytes, say: Callable[[dict[str, Any]], None], caller: int) -> None:
+        """Answer one request. Raises ConnectionError for a line that is no request, since its
+        sender is not of this version."""
+        try:
+            request = json.loads(line)
+            number = int(request.pop("n"))
+        except (*NO_REQUEST, RecursionError) as e:
+            raise ConnectionError(f"no request: {e}") from e
+        answer: dict[str, Any] | None
+        try:
+            answer = self._answer(request, lambda body: say({"n": number, **body}), caller)
+        except (StoreError, OSError) as e:
+            answer = {"error": str(e)}
+        except NO_REQUEST as e:
+            answer = {"error": f"the uploader does not understand that: {type(e).__name__}: {e}"}
+        if answer is not None:
+            say({"n": number, **answer})
+
+    def _answer(
+        self, request: dict[str, Any], later: TellLater, caller: int
+    ) -> dict[str, Any] | None:
+        """Return the answer to a request; None: it comes by `later`, in one piece or two."""
+        match request.pop("do"):
+            case "reserve":
+                return {"path": str(self._reserve(**request).path)}
+            case "send":
+                job = UploadJob.from_dict(request["job"])
+                self._trainers.came(job.beside.watch, caller)
+                self._send(job, request["path"], later)
+                return None
+            case "held":
+                return {
+                    "near": {"parts": self._held(Ref.parse(request["ref"])), **self.nearby.told()}
+                }
+            case "data":
+                return {"near": self.nearby.open_data(request["folder"], request["nbytes"])}
+            case "drain":
+                self._drain(request["deadline_s"])
+                return {}
+            case "busy":
+                with self._lock:
+                    near = sum(k.busy and k.ref is not None for k in self._kept.values())
+                return {"busy": self.uploader.busy(), "near": near}
+            case what:
+                return {"error": f"the uploader does not know {what!r}"}
+
+    def _reserve(self, rank: int, epoch: int, nbytes: int, unused: list[str]) -> Segment:
+        with self._lock:
+            # A worker that reserves has restored, and so have all ranks of its generation (the
+            # code's `epoch`): they need nothing that older generations left.
+            for path, kept in list(self._kept.items()):
+                if not kept.busy and (path in unused or kept.epoch < epoch):
+                    self.segments.drop(Path(path))
+                    del self._kept[path]
+            self.nearby.shared_no_more()
+            try:
+                segment = self.segments.create(nbytes)
+            except StageFull:
+                self.nearby.hurry()  # frees the segments that are being copied to nearer tiers
+                raise
+            self._kept[str(segment.path)] = _Kept(segment, rank, epoch)
+            return segment
+
+    def _send(self, job: UploadJob, path: str, later: TellLater) -> None:
+        """Upload a job. Report its outcome when it is known, and that the segment is free once the
+        nearer tiers have copied what they can; nobody waits for that."""
+        with self._lock:
+            kept = self._kept[path]
+            kept.busy, kept.ref, kept.parts, kept.tier = True, None, {}, None
+
+        def landed(outcome: UploadOutcome) -> None:
+            in_a_hurry = self._deadline_s is not None and self.uploader.busy()
+            near = outcome.state == "committed" and self.nearby.config.keeps and not in_a_hurry
+            with self._lock:
+                kept.busy = near
+                if outcome.state in ("committed", "waiting"):
+                    kept.ref = job.ref
+                    kept.parts = {key: job.files[name] for key, name in outcome.parts.items()}
+            later({"outcome": outcome.to_dict(), "free": not near})
+            if near:
+                try:
+                    self._fill(kept, job, outcome)
+                finally:
+                    kept.busy = False
+                    later({"free": True})
+
+        self.uploader.submit(
+            job, kept.segment.view, landed, lambda forecast: self._expect(forecast, job)
+        )
+
+    def _held(self, ref: Ref) -> dict[str, FileRange]:
+        with self._lock:
+            kept = [(path, k) for path, k in self._kept.items() if k.ref == ref]
+            return {
+                key: (path, start, end) for path, k in kept for key, (start, end) in k.parts.items()
+            }
+
+    def _fill(self, kept: _Kept, job: UploadJob, outcome: UploadOutcome) -> None:
+        """Copy a committed share to the nearer tiers. A failure is no error."""
+        with contextlib.suppress(StoreError, SnapshotCorrupt):
+            manifest = self.snapshots.load(job.ref)
+            places = {key: job.files[name] for key, name in outcome.parts.items()}
+            path = str(kept.segment.path)
+            kept.tier = SegmentTier(
+                manifest, {key: (path, start, end) for key, (start, end) in places.items()}
+            )
+            self.nearby.fill(
+                manifest,
+                {key: kept.segment.view[start:end] for key, (start, end) in places.items()},
+            )
+
+    def _staged(self) -> list[SegmentTier]:
+        with self._lock:
+            return [k.tier for k in self._kept.values() if k.tier is not None]
+
+    # ---- drains and facts ------------------------------------------------------------------------
+    def _drain(self, deadline_s: float | None) -> None:
+        """Begin a drain that ends at `deadline_s` (wall clock); None: cancel it."""
+        self._deadline_s = deadline_s
+        self.uploader.drain(
+            None if deadline_s is None else time.monotonic() + deadline_s - time.time()
+        )
+
+    def _expect(self, found: Forecast | None, job: UploadJob) -> None:
+        if found is None or self._deadline_s is None or job.ref not in found.need_s:
+            return
+        left_s, need_s, sure = (
+            self._deadline_s - time.time(),
+            found.need_s[job.ref],
+            job.ref in found.sure,
+        )
+        self._expected[job.ref, job.rank] = (sure, left_s, need_s)
+        word = "will commit" if sure else "may not commit"
+        print(
+            f"harness: {left_s:.1f} s left, {need_s:.1f} s needed: the snapshot of step "
+            f"{job.ref.step} {word}",
+            flush=True,
+        )
+
+    def _record(self, job: UploadJob, outcome: UploadOutcome) -> None:
+        ref = job.ref
+        if job.rank == 0:
+            self.journal.record(fact_of(job, outcome))
+        expected = self._expected.pop((ref, job.rank), None)
+        with contextlib.suppress(StoreError):  # facts are kept, and retried with the next one
+            if expected is not None:
+                last = max((r.step for r in self.snapshots.refs()), default=0)
+                committed = outcome.state == "committed"
+                self.journal.record(
+                    DrainVerdict(
+                        self.member, ref.step, ref.epoch, job.rank, committed, last, *expected
+                    )
+                )
+                if not committed:
+                    print(
+                        f"harness: the snapshot of step {ref.step} is not committed; last good is "
+                        f"step {last}",
+                        flush=True,
+                    )
+            self.journal.flush()
+
+
+def main() -> None:
+    die_with_parent()
+    keep_secrets(os.environ)
+    for number in (signal.SIGINT, signal.SIGTERM):  # the agent handles them
+        signal.signal(number, signal.SIG_IGN)
+    order = json.loads(sys.argv[1])
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, NICE)
+    threading.stack_size(STACK_NBYTES)
+    nearby = NearbyConfig(**order.get("nearby", {}))
+    server = UploadServer(
+        signed(open_store(order["run"]), os.environ, f"uploader {order['member']}", time.time),
+        Path(order["folder"]),
+        order["budget_nbytes"],
+        order["member"],
+        nearby,
+        IdlePriority(NICE, idle=can_come_back(NICE)),
+    )
+    threading.Thread(target=server.serve, daemon=True).start()
+    sys.stdin.read()  # returns when the agent closes it or dies
+    server.stop()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

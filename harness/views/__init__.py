@@ -1,1 +1,0 @@
-"""What people and trackers look at; everything here only reads the bucket."""

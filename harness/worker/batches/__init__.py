@@ -1,0 +1,1 @@
+"""The samples that a step takes, and their reading."""

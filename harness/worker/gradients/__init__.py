@@ -1,0 +1,1 @@
+"""The sum of gradients over ranks: parallel strategies, exact sums, sharding."""

@@ -1,0 +1,311 @@
+"""The log of steps: when a step's numbers have arrived from all ranks, they become a record in the
+chain and a fact. Runs in the worker."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from harness.core import step_records as rec
+from harness.core.facts import PHASES, GuardTripped, StepDone, StepsTimed, Validated
+from harness.core.read_traffic import CACHE, PEER, Traffic
+from harness.core.world import HarnessError
+from harness.worker.run_context import Run
+from harness.worker.step_timing import COMMUNICATION, HARNESS, PhaseTimer, Rates
+
+if TYPE_CHECKING:
+    from harness.worker.step import Pending
+
+# Guards that stop a training run that has gone wrong, before its state is committed, and the
+# precision that a model computes in.
+
+
+class NonFiniteLoss(HarnessError):
+    """The loss or the gradient norm is NaN or infinite. No snapshot with it was committed."""
+
+
+def check_finite(step: int, loss: float, grad_norm: float | None) -> None:
+    """Raise NonFiniteLoss if the loss or the norm is not finite. For a step that a GradScaler
+    skips, pass grad_norm=None: an overflow there is no fault."""
+    for what, value in (("loss", loss), ("gradient norm", grad_norm)):
+        if value is not None and not math.isfinite(value):
+            raise NonFiniteLoss(
+                f"step {step}: the {what} is {value}, wanted a finite number. Nothing of this step "
+                "is committed; the run stays at its last snapshot. Look at the learning rate, the "
+                "precision and the samples of this step."
+            )
+
+
+# The durations of steps on all ranks, by phase, gathered now and then and recorded by rank 0.
+
+# the interval: every ten seconds at first, then a share of the time so far, up to a minute
+LEAST_EVERY_S, MOST_EVERY_S, SHARE = 10.0, 60.0, 1 / 60
+# places in a rank's values: seconds by phase, then these
+LOSS, WEIGHT, FLOPS, FAR, PEERS, NEAR, REQUESTS = range(len(PHASES), len(PHASES) + 7)
+
+NOTHING = (0.0, 0.0, 0.0)
+
+
+@dataclass
+class Gathering:
+    """The values of all ranks for `steps` steps up to `last`; valid when `work` has ended."""
+
+    last: int
+    steps: int
+    every: list[torch.Tensor]  # by rank
+    work: Any = None
+
+
+class StepTimes:
+    """The timing of steps. `traffic`: returns what this rank's process has read so far."""
+
+    def __init__(self, run: Run, rates: Rates, timer: PhaseTimer):
+        self._run, self._rates, self._timer = run, rates, timer
+        # this rank's sums of loss, weight and FLOP: not gathered yet; and those of the newest step,
+        # whose time is known only when the next one begins
+        self._done, self._newest = NOTHING, NOTHING
+        self._samples = self._peak_gflops = 0
+        self.traffic: Callable[[], Sequence[Traffic]] = tuple
+        self._read = np.zeros(4)  # as of the last gather
+        self._gathering: Gathering | None = None
+        self._began_s = self._asked_s = time.monotonic()
+
+    def due(self) -> bool:
+        """Return whether it is time to gather; rank 0 calls it."""
+        now_s = time.monotonic()
+        every_s = min(MOST_EVERY_S, max(LEAST_EVERY_S, SHARE * (now_s - self._began_s)))
+        if not self._run.url or now_s - self._asked_s < every_s:
+            return False
+        self._asked_s = now_s
+        return True
+
+    def note(self, loss: float, weight: float, micros: int, samples: int, peak_gflops: int) -> None:
+        """Record a step whose numbers have arrived. `loss`, `weight`: sums over this rank's
+        micro-batches; `micros`: their number, including repetitions; `samples`, `peak_gflops`: of
+        all ranks."""
+        self._add_newest()
+        self._newest = (loss, weight, self._rates.flops_per_micro * micros)
+        self._samples, self._peak_gflops = samples, peak_gflops
+
+    def _add_newest(self) -> None:
+        (a, b, c), (loss, weight, flops) = self._done, self._newest
+        self._done, self._newest = (a + loss, b + weight, c + flops), NOTHING
+
+    def gather(self) -> None:
+        """Begin to gather the values of all ranks, which call it after the same step."""
+        if not self._timer.steps:
+            return
+        seconds, steps, last = self._timer.take_seconds()
+        read = self._read_so_far()
+        said = [*seconds, *self._done, *np.maximum(read - self._read, 0).tolist()]
+        self._done, self._read = NOTHING, read
+        mine, group = torch.tensor(said, dtype=torch.float64), self._run.peers.control
+        found = self._gathering = Gathering(last, steps, [mine])
+        if group is not None:
+            found.every = [torch.empty_like(mine) for _ in range(self._run.peers.world)]
+            found.work = dist.all_gather(found.every, mine, group=group, async_op=True)
+
+    def collect(self) -> None:
+        """Wait for the gather, if there is one; rank 0 records the result."""
+        found, self._gathering = self._gathering, None
+        if found is None:
+            return
+        if found.work is not None:
+            found.work.wait()
+        if self._run.peers.rank == 0:
+            self._run.fact(self._told(found))
+
+    def _read_so_far(self) -> NDArray[np.float64]:
+        """Return bytes from stores, from other nodes and from the node's own cache, and the number
+        of requests."""
+        there = self.traffic()
+        by = [(one.nbytes, one.far, one.requests) for one in there]
+        of = [(found[far], found[PEER], found[CACHE], requests) for found, far, requests in by]
+        total: NDArray[np.float64] = np.array(of, float).reshape(-1, 4).sum(0)
+        return total
+
+    def conclude(self) -> None:
+        """Gather and record the remaining times. All ranks call it at the same point, as they
+        leave."""
+        if self._run.url:
+            self.collect()
+            self._timer.close()
+            self._add_newest()
+            self.gather()
+            self.collect()
+
+    def _told(self, found: Gathering) -> StepsTimed:
+        table = torch.stack(found.every).numpy()  # (ranks, values)
+        spent = table[:, : len(PHASES)] / found.steps
+        step_s = float(spent.sum(1).mean())
+        own_s, own_ranks = _spread(spent.sum(1) - spent[:, COMMUNICATION])
+        did = np.flatnonzero(table[:, WEIGHT] > 0)  # only some ranks of a replica have losses
+        loss, places = _spread(table[did, LOSS] / table[did, WEIGHT])
+        rates, samples = self._rates, self._samples
+        flops = float(table[:, FLOPS].sum()) / found.steps
+        return StepsTimed(
+            epoch=self._run.epoch,
+            first=found.last - found.steps + 1,
+            last=found.last,
+            seconds=dict(zip(PHASES, spent.mean(0).tolist(), strict=True)),
+            own_s=own_s,
+            own_ranks=own_ranks,
+            loss=loss,
+            loss_ranks=tuple(int(did[place]) for place in places),
+            hfu=rates.hfu(flops, step_s, self._peak_gflops),
+            mfu=rates.mfu(samples, step_s, self._peak_gflops),
+            samples=samples,
+            tokens=samples * rates.tokens_per_sample,
+            read_nbytes=self._read_by(*table[:, FAR : NEAR + 1].sum(0)),
+            read_requests=int(table[:, REQUESTS].sum()),
+        )
+
+    def _read_by(self, far: float, peers: float, near: float) -> dict[str, int]:
+        """Return the bytes read by their origin. If sources are in several stores, the first
+        store's name stands for all."""
+        schemes = [one.far for one in self.traffic()]
+        names = (*schemes[:1], PEER, CACHE)
+        return {name: int(n) for name, n in zip(names, (far, peers, near), strict=False) if n}
+
+
+def _spread(values: NDArray[Any]) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Return (least, median, most) and the indices of the least and the most."""
+    if not len(values):
+        return (), ()
+    least, most = int(values.argmin()), int(values.argmax())
+    return (
+        (float(values[least]), float(np.median(values)), float(values[most])),
+        (least, most),
+    )
+
+
+CLOCK_S = 1.0  # the most by which clocks may disagree
+
+
+def begun(t_start: float, ended_s: float, most_s: float, latest_s: float) -> float:
+    """Return when a step began (wall clock). `t_start`: when the script was ready for it. The step
+    does not begin before the last one's end, `ended_s`, unless that lies more than `most_s` ahead,
+    as after a clock was set back; nor after `latest_s`, or it would end in the future."""
+    ahead_s = ended_s - t_start
+    begin_s = ended_s if 0 < ahead_s <= most_s + CLOCK_S else t_start
+    return max(t_start, min(begin_s, latest_s))
+
+
+class StepLog:
+    """The log of this rank's steps. `pending`: the step whose numbers have not arrived. `head`:
+    hash of the newest record in the chain. `unsaved`: records that no snapshot carries yet."""
+
+    def __init__(self, run: Run, rates: Rates, timer: PhaseTimer):
+        self._run, self._rates, self._timer = run, rates, timer
+        self._journal = run.journal  # None on ranks other than 0
+        self.times = StepTimes(run, rates, timer)
+        self._ended_s = 0.0  # wall clock at the end of the newest recorded step
+        self.pending: Pending | None = None
+        self.head = ""
+        self.unsaved: list[rec.StepRecord] = []
+        self.repeated = False  # a step was repeated, and the warning about it was given
+        self.last: rec.StepRecord | None = None
+        self._metrics: dict[str, float] = {}
+        self.last_metrics: dict[str, float] = {}  # newest value of every name, for the manifest
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Add metrics to the step that was just updated."""
+        self._metrics.update(metrics)
+        self.last_metrics.update(self._metrics)
+        self._run.fact(Validated(self._run.step, self._run.epoch, metrics))
+
+    def loss_of(self, step: int) -> float:
+        """Return a step's loss over the global batch. Waits for the other ranks if necessary."""
+        if self.pending is not None and self.pending.record.step == step:
+            return self.pending.arrive()[0]
+        return self.last.loss if self.last else math.nan
+
+    def settle(self) -> None:
+        """Wait for the numbers of the pending step, make its record and check it. Raises
+        NonFiniteLoss, HarnessError."""
+        p = self.pending
+        if p is None:
+            return
+        self._timer.enter(COMMUNICATION)
+        loss, weight, norm = p.arrive()
+        self._timer.enter(HARNESS)
+        self.pending = None
+        self.times.collect()
+        begin_s, dt = self._when(p)
+        samples = p.samples
+        digest, contents = p.digests()
+        metrics = {"grad_norm": norm, **self._metrics}
+        self._metrics = {}
+        record = replace(
+            p.record,
+            samples=samples,
+            digest=digest,
+            weight=weight,
+            loss=loss,
+            t=begin_s + dt,
+            dt=dt,
+            metrics=metrics,
+            contents=contents,
+        ).chained(self.head)
+        try:
+            p.check_replicas()
+            check_finite(record.step, loss, None if p.scaled else norm)
+        except NonFiniteLoss:
+            bad = loss if not math.isfinite(loss) else norm
+            self._run.fact(GuardTripped(record.step, self._run.epoch, "non-finite", bad))
+            self._run.close()
+            raise
+        except HarnessError:
+            self._run.close()
+            raise
+        self.head, self.last = record.h, record
+        self.unsaved.append(record)
+        self._tell(record, begin_s, p.peak_gflops)
+        own_loss = float(p.floats[3])
+        self.times.note(own_loss, p.own_weight, p.micros, samples, p.peak_gflops)
+        if p.tells_times:
+            self.times.gather()
+
+    def _when(self, p: Pending) -> tuple[float, float]:
+        """Return when a step began (wall clock), and its duration. A GPU begins a step after the
+        previous one, and the host may be ahead of it by a step."""
+        timed_s = self._timer.settle()
+        dt = p.host_s if timed_s is None else timed_s
+        last_s = self.last.dt if self.last is not None else 0.0
+        begin_s = begun(p.t_start, self._ended_s, last_s + dt, time.time() - dt)
+        self._ended_s = begin_s + dt
+        return begin_s, dt
+
+    def conclude(self) -> None:
+        """Report the remaining times. All ranks call it at the same point, as they leave."""
+        if self.pending is None:
+            self.times.conclude()
+
+    def _tell(self, record: rec.StepRecord, begin_s: float, peak_gflops: int) -> None:
+        mfu = self._rates.mfu(record.samples, record.dt, peak_gflops)
+        while self._rates.doubts:
+            self._run.warn(self._rates.doubts.pop(), record.step)
+        if self._journal is None:
+            return
+        self._journal.record(
+            StepDone(
+                record.step,
+                self._run.epoch,
+                record.loss,
+                begin_s,
+                record.dt,
+                record.samples,
+                record.samples * self._rates.tokens_per_sample,
+                record.lr,
+                record.metrics["grad_norm"],
+                mfu,
+            )
+        )

@@ -1,0 +1,1 @@
+"""Snapshots as safetensors files and in published layouts."""

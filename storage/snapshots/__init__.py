@@ -1,0 +1,1 @@
+"""Snapshots: written in parts, committed by a manifest, restored, retained."""

@@ -1,0 +1,1 @@
+"""Object stores behind one interface: folders, fsspec, obstore."""

@@ -1,0 +1,1 @@
+"""Tensors on one side, parts of snapshots on the other. Needs torch."""

@@ -1,0 +1,1 @@
+"""Nearer copies of snapshots: memory, disk and peers."""

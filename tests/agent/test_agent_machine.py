@@ -1,0 +1,517 @@
+"""What a node decides, without a node: the tables of `machine.py` and `ends.py`, row by row."""
+
+from dataclasses import replace
+
+import pytest
+
+from harness.agent import workers as ends
+from harness.agent.gpu_health import Action, GpuFinding, HealthVerdict
+from harness.agent.node_state import (
+    AgentState,
+    DrainUploads,
+    Entered,
+    FlushBeforeKill,
+    FoundUnfit,
+    GpuJudged,
+    Left,
+    NewcomersWait,
+    NodePhase,
+    NotifyWorkers,
+    Now,
+    PeersChange,
+    PollNow,
+    Ready,
+    Record,
+    Released,
+    Rules,
+    Signalled,
+    SnapshotAsked,
+    StopOrdered,
+    Tick,
+    Unled,
+    WorkersHung,
+    WriteLog,
+    WriteMark,
+    last_words,
+    step,
+)
+from harness.agent.workers import (
+    AFTER,
+    AGAIN,
+    BROKEN_OFF,
+    TABLE,
+    End,
+    Evidence,
+    Fruitless,
+    WorkerEnd,
+    agent_exit_code,
+    classify,
+    hear_peers,
+    lost_member,
+    make_room,
+    patience,
+    why_no_more,
+)
+from harness.bucket.layout import NO_EPOCH, Member
+from harness.core.facts import HealthSeen, NoticeCancelled, NoticeSeen
+from harness.core.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT
+from harness.node.marks import Want
+from harness.notices.notice import Cancelled, Notice, Noticed
+
+NOW = Now(own_s=100.0, wall_s=1000.0)
+RULES = Rules("m", grace_s=30.0, drain_lead_s=120.0, doubt_ahead_s=900.0, unfit_grace_s=60.0)
+NODE = AgentState(RULES, warm_by_s=60.0, life=NodePhase.IN)
+
+
+def after(*events, node=NODE, now=NOW):
+    """The node after all of them, and the acts of the last one."""
+    acts = ()
+    for event in events:
+        node, acts = step(node, event, now)
+    return node, acts
+
+
+def notice(kind, deadline_s=None, name="n1", **more):
+    return Noticed(Notice("aws", kind, name, deadline_s, **more))
+
+
+def judged(action, what="xid 79"):
+    return GpuJudged(HealthVerdict(GpuFinding("GPU-1", what, 79, "fell off the bus"), action, "it is gone"))
+
+
+# ---- life ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("before", "event", "then"),
+    [
+        (NodePhase.WARMING, Ready(), NodePhase.READY),
+        (NodePhase.READY, Entered(), NodePhase.IN),
+        (NodePhase.IN, Left(), NodePhase.SETTLING),
+        (NodePhase.SETTLING, Ready(), NodePhase.READY),
+    ],
+)
+def test_a_nodes_life(before, event, then):
+    node, acts = after(event, node=replace(NODE, life=before))
+    assert (node.life, acts) == (then, ())
+
+
+def test_what_was_wanted_of_one_epochs_workers_is_not_wanted_of_the_nexts():
+    node, _ = after(SnapshotAsked("a"), Left(), Ready())
+    assert node.wanted  # its deadlines bound the uploads
+    assert after(Entered(), node=node)[0].wanted == {}
+
+
+def test_a_newcomer_is_ready_when_it_is_warm_or_has_warmed_for_long_or_must_go():
+    node = replace(NODE, life=NodePhase.WARMING)
+    assert not node.may_join(59.0, warm=False)
+    assert node.may_join(59.0, warm=True) and node.may_join(60.0, warm=False)
+    assert replace(node, leaving="SIGTERM").may_join(0.0, warm=False)
+    assert replace(node, life=NodePhase.READY).may_join(0.0, warm=False)
+
+
+# ---- what is wanted of the workers ---------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("event", "mark", "leaving"),
+    [
+        (SnapshotAsked("snapshot"), WriteMark(Want.SNAPSHOT, "snapshot", None), ""),
+        (StopOrdered(), WriteMark(Want.STOP, "stop", None), ""),
+        (NewcomersWait(), WriteMark(Want.RESIZE, "grow", None), ""),
+        (Released(), WriteMark(Want.RESIZE, "leave", None), "released"),
+        (Unled("nobody"), WriteMark(Want.RESIZE, "leaderless", None), "nobody"),
+        (Signalled("SIGTERM"), WriteMark(Want.RESIZE, "signal:SIGTERM", 1030.0), "SIGTERM"),
+        (notice("soft", 1500.0), WriteMark(Want.SNAPSHOT, "notice:n1", None), ""),
+        (notice("kill", 1120.0), WriteMark(Want.RESIZE, "notice:n1", 1120.0), "aws notice"),
+        (notice("kill"), WriteMark(Want.RESIZE, "notice:n1", None), "aws notice"),
+        (notice("maintenance"), WriteMark(Want.RESIZE, "notice:n1", None), "aws notice"),
+        (notice("maintenance", 1120.0), WriteMark(Want.RESIZE, "notice:n1", 1120.0), "aws notice"),
+        (notice("maintenance", 1121.0), None, ""),  # not yet
+        (judged(Action.IGNORE), None, ""),
+        (judged(Action.COUNT), None, ""),
+        (judged(Action.SNAPSHOT), WriteMark(Want.SNAPSHOT, "health:xid 79", None), ""),
+        (
+            judged(Action.DRAIN),
+            WriteMark(Want.RESIZE, "health:unfit", 1060.0),
+            "unfit: GPU GPU-1: xid 79 (fell off the bus)",
+        ),
+        (judged(Action.KILL), None, "unfit: GPU GPU-1: xid 79 (fell off the bus)"),
+        (WorkersHung(True), None, ""),
+        (FoundUnfit("it cannot read"), None, ""),
+        (Tick(), None, ""),
+    ],
+)
+def test_what_an_event_asks_of_the_workers_and_of_the_node(event, mark, leaving):
+    node, acts = after(event)
+    assert [a for a in acts if isinstance(a, WriteMark)] == ([mark] if mark else [])
+    assert node.leaving == leaving
+    # who must go tells its uploads until when, and those workers that have no session
+    if leaving and mark:
+        assert NotifyWorkers() in acts
+        until = [a for a in acts if isinstance(a, DrainUploads)]
+        assert until == ([] if mark.deadline_s is None else [DrainUploads(mark.deadline_s)])
+
+
+def test_the_greatest_want_reigns_and_of_equal_ones_the_first():
+    node, _ = after(Signalled("SIGTERM"), notice("kill", 1010.0), SnapshotAsked("a"))
+    assert node.reigning() == ("signal:SIGTERM", (Want.RESIZE, 1030.0))
+    node, acts = after(StopOrdered(), node=node)
+    assert acts == (WriteMark(Want.STOP, "stop", None), NotifyWorkers())
+
+
+def test_the_same_want_is_one_request_but_each_snapshot_is_its_own():
+    assert after(StopOrdered(), StopOrdered())[1] == ()
+    assert after(Released(), Released())[1] == (NotifyWorkers(),)
+    assert len(after(SnapshotAsked("a"), SnapshotAsked("a"))[1]) == 1
+
+
+def test_uploads_have_until_the_first_of_all_deadlines():
+    node, acts = after(Signalled("SIGTERM"), notice("kill", 1120.0))
+    assert DrainUploads(1030.0) in acts and node.deadline_s() == 1030.0
+    assert node.settle_s(1010.0, usual_s=5.0) == 20.0 and node.settle_s(2000.0, usual_s=5.0) == 0.0
+    assert NODE.settle_s(1010.0, usual_s=5.0) == 5.0
+
+
+def test_news_is_written_down_before_it_is_acted_upon():
+    acts = after(notice("kill", 1120.0))[1]
+    assert acts[:2] == (PollNow(), Record(NoticeSeen("m", "aws", "kill", "n1", 1120.0)))
+    acts = after(Signalled("SIGINT"))[1]
+    assert acts[0] == Record(NoticeSeen("m", "signal", "kill", "SIGINT", 1030.0))
+    acts = after(Unled("nobody"))[1]
+    assert acts[:2] == (
+        Record(NoticeSeen("m", "lease", "kill", "nobody", None)),
+        WriteLog("nobody; this node drains"),
+    )
+    acts = after(judged(Action.COUNT))[1]
+    assert acts[0] == Record(HealthSeen("m", "GPU-1", "xid 79", "fell off the bus", "count"))
+    assert isinstance(acts[1], WriteLog) and len(after(judged(Action.IGNORE))[1]) == 1
+
+
+def test_an_end_that_is_known_long_before_is_heeded_when_it_is_near_and_once():
+    node, _ = after(notice("maintenance", 2000.0))
+    assert after(Tick(), node=node) == (node, ())
+    node, acts = after(Tick(), node=node, now=Now(100.0, 1880.0))
+    assert node.leaving and WriteMark(Want.RESIZE, "notice:n1", 2000.0) in acts
+    assert after(Tick(), node=node, now=Now(100.0, 1881.0)) == (node, ())
+
+
+# ---- a notice is taken back ----------------------------------------------------------------------
+def test_a_notice_that_is_taken_back_is_forgotten():
+    told = notice("kill", 1120.0)
+    node, acts = after(told, Cancelled(told.notice))
+    assert node == NODE
+    assert acts == (
+        Record(NoticeCancelled("m", "n1")),
+        DrainUploads(None),
+        WriteMark(Want.NOTHING, "", None),
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "stays"),
+    [
+        (Signalled("SIGTERM"), False),
+        (notice("kill", 1500.0, "n2"), False),
+        (Released(), False),
+        (judged(Action.DRAIN), False),
+        (judged(Action.KILL), False),
+        (NewcomersWait(), True),
+        (SnapshotAsked("a"), True),
+    ],
+)
+def test_it_stays_only_if_nothing_else_bids_it_go(other, stays):
+    told = notice("kill", 1120.0)
+    node, _ = after(told, other, Cancelled(told.notice))
+    assert bool(node.leaving) is not stays and "n1" not in node.notices
+
+
+def test_a_mark_that_still_says_the_same_is_not_written_again():
+    told = notice("soft")
+    acts = after(told, StopOrdered(), Cancelled(told.notice))[1]
+    assert not [a for a in acts if isinstance(a, WriteMark)]
+
+
+# ---- doubt, deadlines, unfitness -----------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("event", "doubtful"),
+    [
+        (notice("kill", 9000.0), True),
+        (notice("soft"), True),
+        (notice("soft", pause=True), False),
+        (notice("maintenance", 1900.0), True),
+        (notice("maintenance", 1901.0), False),
+        (Signalled("SIGTERM"), False),
+    ],
+)
+def test_when_another_node_is_looked_for(event, doubtful):
+    assert after(event)[0].doubtful(NOW.wall_s) is doubtful
+
+
+def test_last_words_are_said_once_near_a_deadline_and_not_for_a_snapshot():
+    node, _ = after(notice("kill", 1120.0), notice("soft", 1120.0, "n2"), Released())
+    assert after(Tick(), node=node, now=Now(0.0, 1117.9))[1] == ()
+    late = Now(0.0, 1118.0)
+    assert after(Tick(), node=replace(node, life=NodePhase.SETTLING), now=late)[1] == ()
+    node, acts = after(Tick(), node=node, now=late)
+    assert acts == (FlushBeforeKill("notice:n1", 1120.0),)
+    assert after(Tick(), node=node, now=late) == (node, ())
+    assert last_words(7, 5, saving=False).endswith("boundary; step 5 is committed")
+    assert "workers at step 7); the bucket is silent" in last_words(7, -1, saving=True)
+
+
+def test_workers_on_a_sick_gpu_have_until_their_grace_is_over_or_nothing():
+    node, _ = after(judged(Action.DRAIN))
+    assert not node.overdue(159.9) and node.overdue(160.0) and node.gone_code == UNFIT
+    worse, acts = after(judged(Action.KILL), node=node)
+    assert worse.overdue(NOW.own_s) and not [a for a in acts if isinstance(a, WriteMark)]
+    assert after(judged(Action.DRAIN), node=worse)[0].unfit_by_s == worse.unfit_by_s
+    assert not NODE.overdue(1e9) and NODE.gone_code == DRAINED
+
+
+def test_only_hangs_of_its_own_are_counted_and_the_first_reason_stands():
+    assert after(WorkersHung(True), WorkersHung(False), WorkersHung(True))[0].hangs == 2
+    assert after(FoundUnfit("first"), FoundUnfit("second"))[0].unfit == "first"
+
+
+# ---- how an epoch ended --------------------------------------------------------------------------
+def worker(code, rank=0, error="ValueError", text="bad", **more):
+    return WorkerEnd(rank, code, error, text, **more)
+
+
+def lost(code=1, rank=0, **more):
+    return worker(code, rank, "RuntimeError", "Connection closed by peer", **more)
+
+
+def seen(*workers, **more):
+    return Evidence(tuple(w.code for w in workers), workers, **more)
+
+
+def codes(*numbers, **more):
+    return seen(*(worker(c, i) for i, c in enumerate(numbers)), **more)
+
+
+OURS = worker(-9, 1, "SIGKILL", ended_by_us=True)  # at work until we ended it
+CASES = [  # evidence, end, row of TABLE
+    (codes(1, unfit=True), End.UNFIT, 0),
+    (codes(UNFIT, RESIZE, unfit=True), End.UNFIT, 0),
+    (codes(-9, leaving=True, attached=False, unfit=True), End.UNFIT, 0),
+    (codes(1, leaving=True, attached=False), End.DRAINED, 1),
+    (codes(0, leaving=True, attached=False), End.DRAINED, 1),
+    (codes(STOPPED, leaving=True, attached=False, unfit=True), End.DRAINED, 1),
+    (codes(0, 1, told=Want.STOP, attached=False), End.STOPPED, 2),
+    (codes(0, -10, told=Want.RESIZE, attached=False), End.RESIZE, 3),  # in whatever way it ended
+    (codes(0, 0, told=Want.RESIZE), End.FINISHED, 5),  # a session says itself how it ends
+    (codes(0, 0, run_over=False), End.UNFINISHED, 4),
+    (codes(0, 0), End.FINISHED, 5),
+    (codes(0, 0, leaving=True), End.FINISHED, 5),  # it was done before it was gone
+    (codes(STOPPED, STOPPED), End.STOPPED, 6),
+    (codes(DRAINED, STOPPED, 1), End.STOPPED, 6),
+    (codes(DRAINED, DRAINED), End.DRAINED, 7),
+    (codes(1, DRAINED, FENCED), End.DRAINED, 7),
+    (codes(FENCED, RESIZE), End.FENCED, 8),
+    (codes(FENCED, 1), End.FENCED, 8),
+    (codes(RESIZE, RESIZE, leaving=True), End.DRAINED, 9),
+    (codes(RESIZE, RESIZE), End.RESIZE, 10),
+    (codes(0, RESIZE), End.RESIZE, 10),
+    (seen(OURS), End.PEER_LOST, 11),  # nothing failed here
+    (seen(lost(), lost(rank=1), lost="m2"), End.PEER_LOST, 11),
+    (seen(worker(-9, hung="silent", guilty=False)), End.PEER_LOST, 11),  # it waited for others
+    (seen(worker(-9, error="Hung", hung="silent", guilty=True, ended_by_us=True)), End.HUNG, 12),
+    (seen(lost(), worker(-9, 1, "Hung", hung="x", guilty=True)), End.HUNG, 12),
+    (seen(worker(-9, error="SIGKILL")), End.KILLED, 13),
+    (seen(lost(), worker(-11, 1, "SIGSEGV")), End.KILLED, 13),
+    (seen(worker(1), OURS), End.FAILED, 14),
+    (seen(lost(), worker(1, 1)), End.FAILED, 14),
+    (seen(lost(failed_s=2.0), lost(rank=1, failed_s=1.0)), End.FAILED, 14),
+    (seen(lost(), OURS), End.FAILED, 14),  # its words prove nothing where nobody is lost
+    (codes(RESIZE, 1, leaving=True), End.FAILED, 14),
+]
+
+
+@pytest.mark.parametrize(("evidence", "end", "row"), CASES)
+def test_the_table_of_ends(evidence, end, row):
+    assert classify(evidence) is end is TABLE[row].end
+    assert [r.when(evidence) for r in TABLE].index(True) == row
+
+
+def test_every_row_has_a_case_and_every_end_a_row_and_what_follows():
+    assert {row for _, _, row in CASES} == set(range(len(TABLE)))
+    assert {row.end for row in TABLE} == set(End) == set(AFTER)
+    assert {end for end in End if AFTER[end] is AGAIN} == {End.RESIZE, *BROKEN_OFF}
+
+
+@pytest.mark.parametrize(
+    ("end", "unfit", "worn_out", "code"),
+    [
+        (End.FINISHED, True, True, FINISHED),
+        (End.UNFINISHED, False, False, STOPPED),
+        (End.DRAINED, False, False, DRAINED),
+        (End.DRAINED, True, False, UNFIT),
+        (End.STOPPED, True, False, STOPPED),
+        (End.FENCED, False, False, FENCED),
+        (End.UNFIT, True, False, UNFIT),
+        (End.RESIZE, False, False, AGAIN),
+        (End.FAILED, False, False, AGAIN),
+        (End.KILLED, False, False, AGAIN),
+        (End.PEER_LOST, False, False, AGAIN),
+        (End.HUNG, False, False, AGAIN),
+        (End.HUNG, False, True, UNFIT),
+    ],
+)
+def test_what_the_agent_does_then(end, unfit, worn_out, code):
+    assert agent_exit_code(end, unfit, worn_out) == code
+
+
+def test_who_is_a_victim_is_written_down_as_one_and_only_the_culprit_signs():
+    evidence = seen(lost(), worker(1, 1, tail=("one", "two")), OURS)
+    first, second = evidence.facts("m", 4)
+    assert (first.error, second.error, second.log_tail) == ("PeerLost", "ValueError", "one\ntwo")
+    assert evidence.culprit.rank == 1 and evidence.signature == "ValueError: bad"
+    assert seen(lost(), lost="m2").signature == ""
+    assert seen(worker(-9, error="SIGKILL", text="killed by SIGKILL")).signature == "SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "asks"),
+    [
+        (seen(lost()), True),
+        (seen(lost(), lost(rank=1)), True),
+        (seen(lost(), worker(1, 1)), False),  # another worker of ours is the proof
+        (seen(OURS), False),
+        (seen(worker(-9, error="ConnectionError", hung="silent")), False),
+    ],
+)
+def test_when_the_others_are_asked_whether_one_of_them_was_lost(evidence, asks):
+    assert evidence.asks_for_witness is asks
+
+
+@pytest.mark.parametrize(
+    ("workers", "alone", "others_s", "evidence_s", "to_blame"),
+    [
+        ([worker(RESIZE), worker(-9, 1, at_work=True)], False, ends.SAVING_S, 0.0, False),
+        ([worker(1), worker(-9, 1, at_work=True)], False, ends.LINGER_S, 0.0, True),
+        ([lost(), worker(1, 1)], False, ends.LINGER_S, 0.0, True),
+        ([lost(), worker(-9, 1, at_work=True)], False, ends.WORDS_S, 12.0, False),
+        ([lost(), worker(-9, 1, at_work=True)], True, ends.WORDS_S, 0.0, False),
+    ],
+)
+def test_how_long_the_others_are_waited_for(workers, alone, others_s, evidence_s, to_blame):
+    assert patience(workers, alone, 12.0, told=True) == ends.EndWait(ends.SAVING_S)
+    found = patience(workers, alone, silence_s=12.0)
+    assert (found.others_s, found.evidence_s, found.to_blame) == (others_s, evidence_s, to_blame)
+
+
+# ---- what peers say ------------------------------------------------------------------------------
+def member(name="m2", state="in", epoch=3, **more):
+    return Member(name, state, epoch, "127.0.0.1", 1, 2, 1, **more)
+
+
+@pytest.mark.parametrize(
+    ("peer", "fell", "is_lost"),
+    [
+        (member(), False, False),
+        (member(), True, True),
+        (member(state="dead"), False, True),
+        (member(state="gone"), False, True),
+        (member(state="gone", end="finished"), True, False),
+        (member(state="ready"), False, True),
+        (member(state="ready", epoch=2), False, False),  # it has not begun
+        (member(epoch=4), False, True),
+        (member(end=ends.FAILING), False, True),
+        (member("m", "dead"), True, False),  # ourselves
+    ],
+)
+def test_who_counts_as_a_lost_member(peer, fell, is_lost):
+    assert lost_member([peer], "m", 3, lambda name: fell) == ("m2" if is_lost else "")
+
+
+@pytest.mark.parametrize(
+    ("peer", "now", "why", "planned"),
+    [
+        (member(), 99.0, "", False),
+        (member(state="dead"), 10.0, "lost m2", False),
+        (member(state="gone", epoch=2), 10.0, "m2 went before its workers began", True),
+        (member(state="gone", end="finished"), 99.0, "", False),
+        (member(state="ready", end="failed"), 11.0, "", False),
+        (member(state="ready", end="failed"), 11.1, "m2 has left", False),
+        (member(epoch=4, end="killed"), 11.1, "m2 has left", False),
+        (member(state="ready", end="resize"), 40.0, "", False),
+        (member(state="gone", end="drained"), 40.1, "m2 has left", False),
+    ],
+)
+def test_when_peers_end_our_epoch(peer, now, why, planned):
+    since_s = hear_peers(3, [peer], None, 10.0).since_s
+    said = hear_peers(3, [peer], since_s, now)
+    assert said.why.startswith(why) and bool(said.why) is bool(why) and said.planned is planned
+
+
+def test_peers_say_that_the_world_changes():
+    for peer, changing in [
+        (member(), False),
+        (member(end=ends.CHANGING), True),
+        (member(epoch=2, end=ends.CHANGING), False),  # of another epoch
+        (member(state="ready", end="drained"), True),
+        (member(state="ready", end="failed"), False),
+    ]:
+        assert hear_peers(3, [peer], None, 10.0).changing is changing
+    assert after(PeersChange(), PeersChange())[1] == ()
+    assert after(PeersChange())[1] == (WriteMark(Want.RESIZE, "peers", None), NotifyWorkers())
+
+
+def test_who_warms_up_in_our_place_joins_together_with_who_waits():
+    warming = member(state="warming", place="a")
+    assert make_room([], "a", 0.0) and make_room([warming], "b", 0.0)
+    assert not make_room([warming], "a", ends.BATCH_S - 0.1)
+    assert make_room([warming], "a", ends.BATCH_S)
+
+
+# ---- failures that repeat ------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("failure", "streak", "stops"),
+    [
+        ("ValueError: bad", 1, False),
+        ("ValueError: bad", 2, True),
+        ("SIGKILL", 8, False),
+        ("SIGKILL", 9, True),
+        ("Hung", 8, False),
+        ("Hung", 9, True),
+        ("StoreError: StoreUnavailable", 18, False),
+        ("StoreError: StoreUnavailable", 19, True),
+        ("BadInput: wanted another batch", 0, True),
+        ("", 99, False),
+    ],
+)
+def test_when_the_same_failure_stops_the_run(failure, streak, stops):
+    me = member("m", failure=failure, failure_step=10)
+    last = replace(NO_EPOCH, failure=failure, failure_step=10, streak=streak)
+    assert bool(why_no_more(me, last, Fruitless(), End.FAILED)) is stops
+    if not failure.startswith("BadInput"):  # at another step it is another one
+        assert why_no_more(me, replace(last, failure_step=9), Fruitless(), End.FAILED) == ""
+
+
+def test_a_failure_that_the_next_epoch_has_counted_is_not_counted_twice():
+    """Another member may have made it before we looked: then it is counted there already."""
+    me = member("m", epoch=2, failure="ValueError: bad", failure_step=10)
+    last = replace(NO_EPOCH, epoch=3, failure=me.failure, failure_step=10, streak=2)
+    assert why_no_more(me, last, Fruitless(), End.FAILED) == ""
+    assert why_no_more(replace(me, epoch=3), last, Fruitless(), End.FAILED)
+
+
+def test_the_run_is_stopped_with_words_that_help():
+    me = member("m", failure="BadInput: wanted a multiple of 4")
+    assert why_no_more(me, NO_EPOCH, Fruitless(), None) == "wanted a multiple of 4"
+    me = member("m", failure="ValueError: bad", failure_step=10)
+    last = replace(NO_EPOCH, failure=me.failure, failure_step=10, streak=2)
+    assert "failed 3 times in a row" in why_no_more(me, last, Fruitless(), End.FAILED)
+    said = why_no_more(me, NO_EPOCH, Fruitless(20, -1), End.PEER_LOST)
+    assert "20 epochs in a row" in said and "(the last: peer-lost, ValueError: bad)" in said
+    assert why_no_more(me, NO_EPOCH, Fruitless(19, 4), End.PEER_LOST) == ""
+
+
+def test_epochs_without_a_new_snapshot_are_counted():
+    found = Fruitless().broken_off(committed=0, attached=True, lasted_s=1.0)
+    assert found == Fruitless(1, 0)  # step 0: none is committed yet
+    found = found.broken_off(0, True, 1.0).broken_off(0, True, 1.0)
+    assert found == Fruitless(3, 0)
+    assert found.broken_off(5, True, 1.0) == Fruitless(1, 5)
+    assert found.broken_off(0, True, ends.FRUITLESS_S) == Fruitless(4, 0)
+    # of a script without a session the progress is not seen, so time counts
+    assert found.broken_off(0, False, ends.FRUITLESS_S) == Fruitless(1, 0)
+    assert found.broken_off(0, False, 1.0) == Fruitless(4, 0)

@@ -1,0 +1,78 @@
+"""What policies cost, and whether they are in time, on made-up markets."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from harness.controller.deadline_policy import by_deadline, deadline
+from harness.controller.policies import cheapest
+from harness.planner.fast_replay import play
+from harness.planner.market_nodes import ReplayJob
+from harness.planner.market_replay import replay
+from harness.planner.optimum import WorkToDo, optimum
+from harness.planner.synthetic_market import make_up, usual_zones
+from harness.planner.traces import ZoneTrace
+
+
+def test_deadlines_are_kept_in_markets_that_nobody_knows() -> None:
+    """Made-up ones: of one zone or three, for one node or four."""
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        nodes = (1, 4)[seed % 2]
+        zones = make_up(
+            usual_zones((1, 3)[seed % 3 > 0], rng, nodes=nodes, usd_per_h=1.0), 40, rng, tick_s=600.0
+        )
+        for slack in (1.08, 1.5):
+            job = ReplayJob(20.0, 20.0 * slack, nodes=(1, nodes), changeover_s=600.0, lost_s=300.0)
+            assert not play(zones, 0, job, by_deadline(cheapest)).missed, (seed, slack)
+
+
+# ---- the policy `deadline` ------------------------------------------------------------------------
+def made_up(seed, ticks=500):
+    """Spells of all lengths, from minutes to days."""
+    rng, found = random.Random(seed), []
+    means = [rng.choice((2, 6, 20, 60)) for _ in range(2)]
+    while len(found) < ticks:
+        found += [1] * (1 + int(rng.weibullvariate(means[0], 0.7)))
+        found += [0] * (1 + int(rng.weibullvariate(means[1], 0.7)))
+    return ZoneTrace("z", 600.0, np.array(found[:ticks], dtype=np.int64), None)
+
+
+@pytest.mark.parametrize(("deadline_h", "most"), [(13.0, 1.25), (15.0, 1.15), (18.0, 1.15)])
+def test_it_is_in_time_and_near_the_optimum(deadline_h, most):
+    """Of markets that it knows nothing of when it begins."""
+    paid = least = 0.0
+    job = ReplayJob(12.0, deadline_h, changeover_s=600.0)
+    for seed in range(6):
+        zone = made_up(seed)
+        found = play([zone], 0, job, deadline)
+        assert not found.missed
+        paid += found.usd
+        work = WorkToDo(12.0, deadline_h, 600.0, job.spot_usd_per_h, job.on_demand_usd_per_h)
+        least += optimum([zone], 0, work).usd
+    assert paid <= most * least
+
+
+def test_it_is_in_time_without_any_spot():
+    zone = ZoneTrace("z", 300.0, np.array([1] + [0] * 300, dtype=np.int64), None)
+    for nodes in ((1, 1), (1, 3)):
+        found = replay([zone], 1, ReplayJob(12.0, 13.0, nodes, 720.0), deadline)
+        assert not found.missed and found.spot_h == 0
+
+
+@pytest.mark.parametrize("deadline_h", [13.0, 18.0])
+def test_a_fleet_is_in_time_and_uses_what_spot_there_is(deadline_h):
+    """Against what is paid at least: all spot that is ever there, and the rest on demand."""
+    paid = least = 0.0
+    job = ReplayJob(12.0, deadline_h, (1, 8), changeover_s=600.0)
+    for seed in range(4):
+        nodes = sum(made_up(10 * seed + i).nodes for i in range(8))
+        found = play([ZoneTrace("z", 600.0, nodes)], 0, job, deadline)
+        assert not found.missed
+        spot_h = min(96.0, nodes[: int(6 * deadline_h)].sum() / 6)
+        paid += found.usd
+        least += spot_h * job.spot_usd_per_h + (96.0 - spot_h) * job.on_demand_usd_per_h
+    assert paid <= 1.25 * least

@@ -1,0 +1,429 @@
+"""What goes wrong in a simulated world: a list, made from the seed, from which entries can be
+taken away. Pure.
+
+Each seed has its own mixture of kinds, and some have none: faults hide in combinations, and in calm
+as well. Nothing goes wrong after `Setting.calm_s`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from harness.core.world import Offer
+from harness.worker.snapshot_timer import Interval
+from storage.testing.faulty_store import Crash
+from support.system.system_bucket import patience_of
+
+if TYPE_CHECKING:
+    from storage.stores.retries import Patience
+    from support.system.system_node import SimNode
+    from support.system.system_run import WholeSystem
+    from support.system.virtual_time import Kernel
+
+# Which faults a simulated run may name as the reason of a bad end. Pure.
+
+SCRIPT = r"the script failed (\d+) times .*\(after step (\d+)\): (.*)\. Mend the script"
+UNREADABLE = r"none of its snapshots can be used|its newest \d+ snapshots cannot be used"
+TOGETHER_S = 120.0  # two hosts that read at most this long after another can agree
+AGENTS = r"the script failed (\d+) times in a row after step (\d+); "
+WORDS = {"RuntimeError: simulated: the script raises": "fail-script", "SIGKILL": "kill-worker"}
+
+
+@dataclass(frozen=True)
+class InjectedFault:
+    """A fault ended a worker of this epoch, or (epoch 0) the agent of this attempt. `step`: the
+    greatest that was committed then."""
+
+    t: float
+    kind: str
+    attempt: int
+    epoch: int
+    step: int
+
+
+@dataclass
+class FaultLog:
+    """`misread`: by attempt, when a node last was given damaged bytes of a snapshot."""
+
+    all: list[InjectedFault] = field(default_factory=list)
+    misread: dict[int, float] = field(default_factory=dict)
+
+    def explain(self, reason: str) -> bool:
+        """Are these the reason that a run gives for its end?"""
+        if found := re.search(SCRIPT, reason):
+            times, step, failure = int(found[1]), int(found[2]), found[3]
+            kind = WORDS.get(failure)
+            return len({b.epoch for b in self.all if (b.kind, b.step) == (kind, step)}) >= times
+        if found := re.search(AGENTS, reason):
+            times, step = int(found[1]), int(found[2])
+            died = {b.attempt for b in self.all if (b.kind, b.step) == ("crash-agent", step)}
+            return len(died) >= times
+        if re.search(UNREADABLE, reason):  # one host is not believed
+            times_s = sorted(self.misread.values())
+            return any(b - a <= TOGETHER_S for a, b in itertools.pairwise(times_s))
+        return False
+
+    def __str__(self) -> str:
+        return "; ".join(
+            f"{b.kind} at {b.t:.1f} s (attempt {b.attempt}, epoch {b.epoch}, step {b.step})"
+            for b in self.all
+        )
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`lasts_s`: least and most; (0, 0): an instant. `what`: for people."""
+
+    what: str
+    lasts_s: tuple[float, float] = (0.0, 0.0)
+
+
+KINDS = {
+    # the network between nodes
+    "cut": Kind("no node is reached by this one, and it reaches none", (2, 90)),
+    "one-way": Kind("what this node sends to the other is lost", (2, 90)),
+    "lossy": Kind("lines of this node break again and again", (5, 120)),
+    "slow-link": Kind("what this node says over its lines comes late", (5, 120)),
+    # the bucket, as one actor has it
+    "silent": Kind("the bucket does not answer this node; nothing is done", (0.5, 40)),
+    "unheard": Kind("the bucket does what this node asks, and its answers are lost", (0.5, 15)),
+    "throttled": Kind("the bucket answers this node 503 two times of three", (2, 60)),
+    "expired": Kind("this node's credentials are expired: the bucket answers 403", (2, 120)),
+    "damaged-reads": Kind("what this node restores is damaged on its way", (2, 60)),
+    "silent-to-all": Kind("the bucket answers nobody", (0.5, 30)),
+    "refused-to-all": Kind("the bucket says 403 to everybody", (2, 120)),
+    "denied": Kind("the bucket says 404 of all snapshots, and lists them", (1, 40)),
+    # shorter than a restore looks: the very first snapshot leaves no trace but itself
+    "unseen": Kind("the bucket lists no snapshot, and says 404 of all", (1, 8)),
+    "controller-silent": Kind("the bucket does not answer controllers", (1, 60)),
+    "controller-expired": Kind("controllers' credentials are expired", (2, 120)),
+    "rot": Kind("the newest committed snapshot is damaged in the bucket"),
+    # clocks and pauses
+    "jump": Kind("this node's wall clock jumps"),
+    "pause-agent": Kind("this node's agent stands still at its next operation", (1, 60)),
+    "pause-node": Kind("this whole node stands still", (1, 60)),
+    "pause-uploader": Kind("this node's uploads stand still at their next operation", (1, 60)),
+    "pause-controller": Kind("the controller stands still at its next operation", (5, 120)),
+    # deaths
+    "crash-controller": Kind("the controller dies at its next operation, before it is done"),
+    "crash-controller-late": Kind("the controller dies at its next operation, when it is done"),
+    "crash-agent": Kind("this node's agent dies at its next operation"),
+    "kill-uploader": Kind("this node's uploader process dies"),
+    "kill-worker": Kind("a worker of this node is killed: out of memory"),
+    "bad-memory": Kind("what lies staged in this node's memory is damaged"),
+    "hang-worker": Kind("a worker of this node hangs", (20, 400)),
+    "fail-script": Kind("the script raises an error on a worker of this node"),
+    "power-loss": Kind("this node is gone at once, without a word"),
+    "sick-gpu": Kind("a GPU of this node reports an error that asks for another node"),
+    # exhaustion
+    "no-descriptors": Kind("this node can make no new connection", (5, 120)),
+    "full-disk": Kind("this node can stage no snapshot", (5, 120)),
+    # the cloud
+    "notice": Kind("this node will be taken, with a word", (5, 60)),
+    "false-notice": Kind("a notice that is taken back", (3, 30)),
+    "zombie": Kind("the cloud says that this node is gone; it lives on", (10, 200)),
+    "unlisted": Kind("the cloud does not list this node", (2, 45)),
+    "twice": Kind("the cloud lists this node twice", (2, 90)),
+    "cloud-silent": Kind("the cloud does not answer, or does and its answers are lost", (1, 60)),
+    "full-cloud": Kind("the cloud has no machine", (20, 200)),
+    # people
+    "snapshot-asked": Kind("a person asks for a snapshot"),
+}
+# not drawn for every world: who comes while nobody of the run lives takes it over, by design
+OTHER_VERSION = Kind("a person starts a node of another version of this code in the run")
+SPREAD = 12.0  # most faults a minute
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`who`, `other`: of the nodes that are up at that time, the n-th (modulo their number)."""
+
+    at_s: float
+    kind: str
+    who: int = 0
+    other: int = 1
+    lasts_s: float = 0.0
+
+    def __str__(self) -> str:
+        lasts = f" for {self.lasts_s:.1f} s" if self.lasts_s else ""
+        what = KINDS.get(self.kind, OTHER_VERSION).what
+        return f"{self.at_s:7.1f} s  {self.kind} (node {self.who}){lasts}: {what}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a world is like. Times in seconds."""
+
+    calm_s: float = 0.0
+    min_nodes: int = 1
+    max_nodes: int = 2
+    nproc: int = 1
+    micro_batches: int = 8
+    total_steps: int = 40
+    step_s: float = 4.0
+    interval: Interval = field(default_factory=lambda: Interval(every_steps=5))
+    offers: tuple[Offer, ...] = (Offer(1.0, "aws/us-east-1a", gpus=1),)
+    interleaved: float = 0.01  # chance that others are quicker at an operation
+    skews_s: tuple[float, ...] = (0.0,)  # of nodes' wall clocks, in the order of their start
+    # of nodes, in this order: "now", "after" (N+1: its records have a field more)
+    versions: tuple[str, ...] = ("now",)
+    publishes: bool = True
+    protocol: int = 1  # that the run speaks; who is of another version speaks the other of 1 and 2
+    meshes: str = ""  # in order of preference, as `harness run --mesh` takes them
+
+    @classmethod
+    def of(cls, seed: int) -> Setting:
+        rng = random.Random(f"setting {seed}")
+        most = rng.choice((1, 2, 2, 3, 4))
+        skew = rng.choice((0.0, 0.0, 1.0, 60.0, 4000.0))
+        offers = [
+            Offer(1.0 + 0.3 * i, f"aws/us-east-1{letter}", gpus=1, speed=rng.choice((1.0, 1.2)))
+            for i, letter in enumerate("ab"[: rng.randint(1, 2)])
+        ]
+        every = rng.choice((Interval(every_steps=rng.randint(2, 8)), Interval(every_s=15.0)))
+        nproc = rng.choice((1, 1, 2))
+        return cls(
+            calm_s=rng.choice((0.0, 100.0, 250.0, 400.0)),
+            min_nodes=rng.choice((1, 1, most)),
+            max_nodes=most,
+            nproc=nproc,
+            # mostly room for all nodes, sometimes not: then some of them are spares
+            micro_batches=rng.choice((2, 4, 8, 9, 12)),
+            total_steps=rng.randint(15, 50),
+            step_s=rng.choice((4.0, 8.0, 16.0)),
+            interval=every,
+            offers=tuple(offers),
+            interleaved=rng.choice((0.0, 0.01, 0.05)),
+            skews_s=tuple(rng.uniform(-skew, skew) for _ in range(7)),
+            versions=rng.choice((("now",), ("now",), ("now", "after"), ("now", "after"))),
+            publishes=rng.random() < 0.3,
+            meshes=rng.choice(("", "", "", "", "dp_shard=4|dp_shard=2|dp_shard=1", "auto:1..4")),
+        )
+
+
+def faults_of(
+    seed: int, setting: Setting, kinds: Sequence[str] = (), many: int = 0
+) -> tuple[Fault, ...]:
+    """By time. Swarm testing: few kinds of fault in one world, many in another. `kinds`, `many`:
+    these and so many instead."""
+    rng = random.Random(f"faults {seed}")
+    if not setting.calm_s:
+        return ()
+    kinds = kinds or rng.sample(sorted(KINDS), rng.choice((1, 2, 4, 8, len(KINDS))))
+    many = many or rng.randint(1, max(1, round(rng.uniform(1.0, SPREAD) * setting.calm_s / 60)))
+    found = []
+    for _ in range(many):
+        kind = rng.choice(kinds)
+        at_s, lasts_s = rng.uniform(0.0, setting.calm_s), rng.uniform(*KINDS[kind].lasts_s)
+        found.append(
+            Fault(
+                round(at_s, 1),
+                kind,
+                rng.randrange(8),
+                rng.randrange(8),
+                round(min(lasts_s, setting.calm_s - at_s), 1),
+            )
+        )
+    return tuple(sorted(found, key=lambda fault: (fault.at_s, fault.kind)))
+
+
+# What befalls a node at once, as the list of faults says (`faults.py`). Pure.
+
+
+def _pause_node(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
+    for actor in ("agent", "beat", "lines", "uploader", "publisher"):
+        whole.kernel.pause(f"{actor}-{node.number}", fault.lasts_s)
+
+
+def _jump(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
+    node.skew_s += whole.random(f"jump {fault.at_s}").choice((-3600.0, -30.0, 30.0, 3600.0))
+
+
+def _kill_worker(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
+    for worker in node.pool.all[fault.other % 2 : 1 + fault.other % 2]:
+        if worker.at_work:
+            whole.struck("kill-worker", node, worker.epoch.epoch)
+        worker.exit(-9)
+
+
+def _hang_worker(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
+    for worker in node.pool.all[:1]:
+        worker.stuck = True
+        whole.kernel.after(fault.lasts_s, worker.come_to)
+
+
+def _bad_memory(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
+    for name, data in node.near.items():
+        node.near[name] = bytes([data[0] ^ 1]) + data[1:]
+
+
+def _fail_script(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
+    for worker in node.pool.all[:1]:
+        worker.to_fail = "simulated: the script raises"
+
+
+def _power_loss(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
+    whole.cloud.end(node.attempt, None, "preempted")
+
+
+def _zombie(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
+    whole.cloud.end(node.attempt, None, "preempted", lives_on_s=fault.lasts_s)
+
+
+def _notice(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
+    node.notice(fault.lasts_s)
+    whole.kernel.after(fault.lasts_s, lambda: whole.cloud.end(node.attempt, None, "preempted"))
+
+
+def _false_notice(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
+    node.notice(120.0, cancelled_s=fault.lasts_s)
+
+
+def _arm(actor: str) -> Callable[[WholeSystem, SimNode, Fault], None]:
+    return lambda whole, node, fault: whole.trouble.arm(f"{actor}-{node.number}", fault)
+
+
+def _unlist(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
+    # once: what neither cloud nor bucket shows for `lost_after_s` is lost, rightly
+    whole.cloud.unlisted.setdefault(node.attempt, whole.kernel.now_s + fault.lasts_s)
+
+
+def _double(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
+    whole.cloud.twice[node.attempt] = whole.kernel.now_s + fault.lasts_s
+
+
+STRIKES: dict[str, Callable[[WholeSystem, SimNode, Fault], None]] = {
+    "pause-node": _pause_node,
+    "pause-agent": _arm("agent"),
+    "pause-uploader": _arm("uploader"),
+    "crash-agent": _arm("agent"),
+    "kill-uploader": lambda whole, node, fault: node.uploads.kill(),
+    "kill-worker": _kill_worker,
+    "bad-memory": _bad_memory,
+    "hang-worker": _hang_worker,
+    "fail-script": _fail_script,
+    "power-loss": _power_loss,
+    "sick-gpu": lambda whole, node, fault: node.sick(),
+    "jump": _jump,
+    "notice": _notice,
+    "false-notice": _false_notice,
+    "zombie": _zombie,
+    "unlisted": _unlist,
+    "twice": _double,
+}
+
+
+# What is wrong at this moment, for whom. Pure.
+
+CONTROLLER = "controller"
+HURRY_S = 0.3  # how much quicker others may be at an operation
+
+
+class ActiveFaults:
+    """`interleaved`: chance that others are quicker at an operation."""
+
+    def __init__(self, kernel: Kernel, interleaved: float, calm_s: float):
+        self._kernel, self._interleaved, self._calm_s = kernel, interleaved, calm_s
+        self._spells: dict[str, list[tuple[float, int | None, int | None]]] = {}
+        self._strikes: dict[str, list[Fault]] = {}
+        self.misread: dict[int, float] = {}  # by attempt: when it last was given damaged bytes
+        self.overtake: Callable[[float], None] = lambda lasts_s: None
+
+    def patience(self) -> Patience:
+        return patience_of(self._kernel)
+
+    @property
+    def calm(self) -> bool:
+        return self._kernel.now_s >= self._calm_s
+
+    # ---- spells ----------------------------------------------------------------------------------
+    def begin(self, fault: Fault, who: int | None, other: int | None = None) -> None:
+        """A spell. `who`: the node's number; None: of everybody."""
+        if fault.kind == "unseen" and self.reigns("unseen"):
+            return  # spells that follow each other are one that is too long
+        until_s = self._kernel.now_s + fault.lasts_s
+        self._spells.setdefault(fault.kind, []).append((until_s, who, other))
+
+    def reigns(
+        self, kind: str, node: SimNode | None = None, other: int | None = None, later_s: float = 0.0
+    ) -> bool:
+        """Does a spell of this kind hold for this node now (or for everybody)?"""
+        spells = self._spells.get(kind)
+        if not spells:
+            return False
+        now = self._kernel.now_s + later_s
+        number = node.number if node is not None else None
+        return any(
+            now < until_s and who in (None, number) and (other is None or whom == other)
+            for until_s, who, whom in spells
+        )
+
+    # ---- strikes ---------------------------------------------------------------------------------
+    def arm(self, actor: str, fault: Fault) -> None:
+        """It befalls this actor at its next operation."""
+        self._strikes.setdefault(actor, []).append(fault)
+
+    def befall(self, actor: str, rng: random.Random) -> None:
+        """An operation of this actor begins. Raises Crash."""
+        if self.calm and not self._strikes:
+            return
+        if self._interleaved and not self.calm and rng.random() < self._interleaved:
+            self._kernel.sleep(rng.uniform(0.0, HURRY_S))
+        strikes = self._strikes.get(actor)
+        if not strikes or strikes[0].kind.endswith("late"):
+            return
+        fault = strikes.pop(0)
+        if fault.kind == "pause-controller":
+            self.overtake(fault.lasts_s)
+        elif fault.lasts_s:
+            self._kernel.sleep(fault.lasts_s)
+        else:
+            raise Crash
+
+    def dies_late(self, actor: str) -> bool:
+        """Does it die when this operation is done?"""
+        strikes = self._strikes.get(actor)
+        if strikes and strikes[0].kind.endswith("late"):
+            strikes.pop(0)
+            return True
+        return False
+
+    # ---- what the bucket answers -----------------------------------------------------------------
+    def answer(
+        self,
+        actor: str,
+        node: SimNode | None,
+        kind: str,
+        key: str,
+        rng: random.Random,
+        later_s: float,
+    ) -> str:
+        """ "": as it should be."""
+        if not self._spells or (self.calm and not later_s):
+            return ""
+        ours = "controller-" if node is None else ""
+        if self.reigns("refused-to-all") or self.reigns(f"{ours}expired", node):
+            return "refused"
+        if self.reigns("silent-to-all") or self.reigns(f"{ours}silent", node):
+            return "silent"
+        if key.startswith("snapshots/") and kind in ("read", "list"):
+            if self.reigns("unseen", None, None, later_s):
+                return "missing"
+            if kind == "read" and self.reigns("denied", None, None, later_s):
+                return "missing"
+        if node is not None and self.reigns("throttled", node) and rng.random() < 0.67:
+            return "silent"
+        if node is not None and self.reigns("unheard", node):
+            return "unheard"
+        return ""
+
+    def damages_read(self, node: SimNode | None, key: str) -> bool:
+        damaged = key.endswith("state.bin") and self.reigns("damaged-reads", node)
+        if damaged and node is not None:
+            self.misread[node.attempt] = self._kernel.now_s
+        return damaged

@@ -1,0 +1,41 @@
+"""Where workers listen: on the address that they are told, and not on every interface."""
+
+import json
+import subprocess
+import sys
+
+from support.worlds import environment, free_port
+
+PROGRAM = """
+import json, os, socket, sys, psutil
+import torch.distributed as dist
+from harness.worker.process_group import Peers
+import torch
+peers = Peers(dict(os.environ))
+peers.meet(dict(os.environ), timeout_s=60.0)
+sum_ = torch.ones(1)
+dist.all_reduce(sum_)
+found = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+print(json.dumps([sum_.item(), [a.ip for a in found], [a.port for a in found]]), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def world(addr: str) -> list[list]:
+    port, processes = free_port(), []
+    for rank in range(2):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": addr, "MASTER_PORT": port}
+        env = environment() | {k: str(v) for k, v in own.items()}
+        processes.append(
+            subprocess.Popen([sys.executable, "-c", PROGRAM], env=env, stdout=subprocess.PIPE, text=True)
+        )
+    said = [json.loads(p.communicate(timeout=120)[0].splitlines()[-1]) for p in processes]
+    assert [p.returncode for p in processes] == [0, 0]
+    return [*said, [port]]
+
+
+def test_the_ranks_meet_on_their_own_address_only():
+    first, second, (port,) = world("127.0.0.1")
+    assert first[0] == second[0] == 2.0 and port in first[2]
+    assert set(first[1]) == set(second[1]) == {"127.0.0.1"}
