@@ -25,7 +25,7 @@ DASHBOARDS ?= dashboards.json
 # proofs that are no tests: modules of tests/support
 SUPPORT = PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python -m support
 
-.PHONY: map install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test proofs adapters check lint types pythons sim simsystem walk paths longrun drill meshes manynodes campaign soak audit money clean
+.PHONY: map install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test proofs adapters check lint types pythons sim simsystem walk paths longrun drill meshes manynodes campaign soak audit money gpu clean
 install: $(STAMP)
 $(STAMP): requirements.txt requirements-apart.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned environment wants Python 3.11 or newer, this is " + sys.version + "; make PYTHON=python3.11 ...")'
@@ -146,6 +146,9 @@ audit: install  ## all that a hostile day does, as a table of figures; fails unl
 
 money: install  ## SEEDS=10000 simulated runs with slow and lying clouds and dying controllers: no budget is broken, nothing leaks
 	$(SUPPORT) money $(if $(SEED),--seed $(SEED),--seeds $(if $(filter file,$(origin SEEDS)),10000,$(SEEDS)) --jobs $(or $(JOBS),$(shell nproc)))
+
+gpu:  ## everything that only a GPU can show, in ten minutes, with the torch that is here (PART=exact,pause LIMIT_S=540 OUT=runs/gpu WHEELS=folder)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --limit-s $(or $(LIMIT_S),540) $(if $(PART),--part $(PART)) $(if $(OUT),--out $(OUT)) $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(ADAPTERS) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

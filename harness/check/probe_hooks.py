@@ -43,9 +43,8 @@ STEPS_ALONE = 8  # optimizer steps after which a script is believed to have none
 @dataclass(frozen=True)
 class Orders:
     """The orders for a process of a check. Steps are optimizer updates; `cwd`: the user's working
-    folder; `folders`: exclusions below it that are not the script's own; `gloo`: exchange between
-    ranks through the host, since they share a GPU; `caches`: libraries' folders of what can be
-    fetched again."""
+    folder; `folders`: exclusions below it that are not the script's own; `caches`: libraries'
+    folders of what can be fetched again."""
 
     pictures: bool = False
     snapshot_at: int = NEVER
@@ -53,7 +52,6 @@ class Orders:
     stop_at: int = NEVER
     cwd: str = ""
     folders: tuple[str, ...] = ()
-    gloo: bool = False
     caches: tuple[str, ...] = ()
 
     @classmethod
@@ -266,7 +264,6 @@ def attend(module: ModuleType, folder: Path) -> None:
 
     @functools.wraps(init)
     def made(self: Any, *args: Any, **more: Any) -> None:
-        _through_the_host(folder)
         init(self, *args, **more)
         if threading.current_thread() is threading.main_thread():
             _start(folder, self)
@@ -351,20 +348,6 @@ def _attend_reading() -> None:
 
     feed.Feed.open, feed.fingerprint = looked, printed
     steps.Sums.note_foreign = noted  # type: ignore[method-assign]
-
-
-def _through_the_host(folder: Path) -> None:
-    """Make ranks that share one GPU exchange through the host, as they cannot use NCCL."""
-    from harness.worker import process_group
-
-    if not Orders.read(folder).gloo:
-        return
-    meet = process_group.Peers.meet
-
-    def met(self: Any, environ: Any, backend: Any = None, timeout_s: Any = None) -> None:
-        meet(self, environ, "cpu:gloo,cuda:gloo", timeout_s)
-
-    process_group.Peers.meet = met  # type: ignore[method-assign]
 
 
 # The files that a script opens for writing, and the lines where it does: for `harness check`,

@@ -322,9 +322,8 @@ def two(course: Course) -> Outcome:
     """Run two workers, and give one a notice: see the module's docstring."""
     struck, ended, left = False, "late", None
     stands: tuple[str, ...] = ()
-    shared = course.asked.gpus == 1
     try:
-        course.order(hold_at=NOTICE_AT, gloo=shared)
+        course.order(hold_at=NOTICE_AT)
         first = course.launch(1.0, _gpu(course.asked, 0))
         members = course.run / MEMBERS
         # so that the first world contains both

@@ -94,7 +94,8 @@ def device_of(environ: Mapping[str, str], local_rank: int) -> torch.device:
         _leave_unfit(f"CUDA does not work: {str(e).splitlines()[0][:300]}")
     if seen < (1 if one and promised else promised):
         _leave_unfit(f"the node has {promised} GPUs, but CUDA shows {seen} of them to this rank")
-    return torch.device("cuda", index) if seen else torch.device("cpu")
+    # more workers than GPUs share them, round about: see `backend_of` in process_group.py
+    return torch.device("cuda", index % seen) if seen else torch.device("cpu")
 
 
 def _leave_unfit(why: str) -> NoReturn:

@@ -127,6 +127,27 @@ def _store(environ: dict[str, str]) -> PrefixStore | None:
     return PrefixStore("default_pg", store)  # as torch does for env://
 
 
+def backend_of(device: torch.device, store: PrefixStore | None, world: int) -> str:
+    """Return the backend for this world: NCCL for tensors on GPUs, gloo for those on the host.
+    Ranks that share a GPU, which NCCL refuses, exchange through the host: then gloo is the backend
+    of every rank. The ranks find out through `store`; without one they are taken to have a GPU
+    each. All ranks must call it at the same point."""
+    if device.type != "cuda":
+        return "gloo"
+    gpu = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    if store is None or world == 1 or gpu is None:
+        return "cpu:gloo,cuda:nccl"
+    # a fixed number of requests for each rank, however many ranks there are
+    if store.add(f"gpu/{gpu}", 1) == 2:
+        store.set("gpu_shared", str(gpu))
+    if store.add("gpus_told", 1) == world:
+        store.set("gpus_all_told", "1")
+    store.wait(["gpus_all_told"])
+    if not store.check(["gpu_shared"]):
+        return "cpu:gloo,cuda:nccl"
+    return "cpu:gloo,cuda:gloo"
+
+
 class Peers:
     """The ranks of the world as this rank sees them. `control`: the group of all ranks on the host
     (gloo); None if this rank is alone.
@@ -186,12 +207,15 @@ class Peers:
                     "them to torch.distributed.init_process_group, or call attach before it"
                 )
         elif "WORLD_SIZE" in environ:
-            usual = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-            if (store := _store(environ)) is None:
-                dist.init_process_group(backend or usual, timeout=timeout)
+            store = _store(environ)
+            backend = backend or backend_of(self.device, store, self.world)
+            if self.rank == 0 and backend == "cpu:gloo,cuda:gloo":
+                print("harness: ranks share a GPU, so they exchange through the host (gloo)")
+            if store is None:
+                dist.init_process_group(backend, timeout=timeout)
             else:
                 dist.init_process_group(
-                    backend or usual,
+                    backend,
                     timeout=timeout,
                     store=store,
                     rank=int(environ["RANK"]),

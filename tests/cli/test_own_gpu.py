@@ -4,14 +4,18 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import PrefixStore, TCPStore
 
 from harness.cli.node import node_gpus, wants_one_gpu
 from harness.core.world import UNFIT, BadInput
 from harness.node.worker_gpus import GPUS, ONE_GPU, OWN_GPU
 from harness.worker import alone
+from harness.worker.process_group import backend_of
 
 
 def run_agent(tmp_path, text, *flags, **variables):
@@ -134,3 +138,47 @@ def test_a_script_that_has_used_cuda_before_its_trainer_is_refused(monkeypatch):
     cuda(monkeypatch, 1)
     alone.show_one_gpu(env)
     assert env["CUDA_VISIBLE_DEVICES"] == "5" and env[ONE_GPU] == "1"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "wanted"),
+    [
+        ("abcd", "cpu:gloo,cuda:nccl"),
+        ("abcb", "cpu:gloo,cuda:gloo"),
+        ("aaaa", "cpu:gloo,cuda:gloo"),
+    ],
+    ids=["one each", "two share one", "all share one"],
+)
+def test_ranks_that_share_a_gpu_exchange_through_the_host(monkeypatch, gpus, wanted):
+    """NCCL refuses two ranks on one GPU. All ranks decide alike, whoever comes first."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(uuid=gpus[device.index]),
+    )
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        ranks = [
+            pool.submit(
+                backend_of,
+                torch.device("cuda", rank),
+                PrefixStore("x", TCPStore("127.0.0.1", store.port)),
+                len(gpus),
+            )
+            for rank in range(len(gpus))
+        ]
+        assert {rank.result(60) for rank in ranks} == {wanted}
+
+
+def test_a_single_rank_and_ranks_of_cpus_ask_nobody(monkeypatch):
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a")
+    )
+    assert backend_of(torch.device("cuda", 0), None, 2) == "cpu:gloo,cuda:nccl"
+    assert backend_of(torch.device("cpu"), None, 2) == "gloo"
+
+
+def test_more_workers_than_gpus_share_them(monkeypatch):
+    cuda(monkeypatch, 2)
+    shares = [alone.device_of({GPUS: "2"}, rank) for rank in range(5)]
+    assert [d.index for d in shares] == [0, 1, 0, 1, 0]

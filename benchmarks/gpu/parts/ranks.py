@@ -1,0 +1,83 @@
+"""Ranks on the GPU: one, two and three, kills in a collective and amid a snapshot's copy, nodes
+that come and go. All must end with the same weights, to the bit."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.nodes import Nodes
+
+STEPS, EVERY = 40, 4
+
+
+def calm(it: Nodes, limit_s: float) -> None:
+    it.agent(1)
+
+
+def two(it: Nodes, limit_s: float) -> None:
+    it.agent(2)
+
+
+def killed(it: Nodes, limit_s: float) -> None:
+    it.agent(3, KILL="collective:6,staging:12")
+
+
+def moving(it: Nodes, limit_s: float) -> None:
+    """One rank, then three, whose node is killed, then two."""
+    slow = it.folder / "slow"
+    slow.touch()
+    it.agent(1)
+    it.until(lambda m: m.what == "step" and m.step >= EVERY, limit_s)
+    second = it.agent(2)
+    it.until(lambda m: m.what == "step" and m.world == 3, limit_s)
+    second.send_signal(signal.SIGKILL)
+    it.agent(1)
+    it.until(lambda m: m.what == "step" and m.world == 2, limit_s)
+    slow.unlink()
+
+
+WAYS: dict[str, Callable[[Nodes, float], None]] = {
+    "one rank": calm,
+    "two ranks that share it": two,
+    "three, SIGKILL of one in a collective and of one amid a snapshot's copy": killed,
+    "nodes that come and go: 1, 3 and 2 ranks": moving,
+}
+
+
+def run(bench: Bench) -> None:
+    limit_s = bench.left_s - 5
+
+    def one(name: str) -> str:
+        it = Nodes(bench.folder / WAYS[name].__name__, STEPS, EVERY)
+        try:
+            WAYS[name](it, limit_s)
+            return it.weights(limit_s)
+        except Exception:
+            traceback.print_exc()
+            print(it.tail(), file=sys.stderr)
+            raise
+        finally:
+            it.close()
+
+    with ThreadPoolExecutor(1 if bench.tiny else len(WAYS)) as pool:
+        found = {name: pool.submit(one, name) for name in WAYS}
+        wanted = ""
+        for name, future in found.items():
+            try:
+                weights = future.result(limit_s)
+            except Exception as e:
+                bench.checked(name, False, str(e).splitlines()[0][:300])
+                continue
+            wanted = wanted or weights
+            bench.checked(
+                f"{name}: trained to the end"
+                if weights is wanted
+                else f"{name}: the weights of the first to the bit",
+                weights == wanted,
+                weights[:12],
+            )
