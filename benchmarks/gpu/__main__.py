@@ -51,7 +51,7 @@ class Part:
 
 # by value: what comes last is lost first
 PARTS = (
-    Part("exact", "exact sums on the device are the CPU's integers", 45),
+    Part("exact", "exact sums on the device are the CPU's integers", 60),
     Part("staging", "snapshots beside the training are byte for byte the state at rest", 60),
     Part("ranks", "ranks on the GPU: kills, other numbers of ranks, the same weights", 110),
     Part("precision", "fp16 with a scaler, bf16, fp8, compiled or not: resumed to the bit", 90),

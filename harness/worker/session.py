@@ -618,8 +618,9 @@ def attach(
     HARNESS_MESH, which `harness run --mesh` sets. `timeout_s`: of an exchange between ranks, in
     seconds; None: torch's default. `backend`: of the process group; None: gloo, and nccl for
     tensors on GPUs (gloo for these too if ranks share a GPU, which NCCL refuses).
-    `deterministic`: None: with exact sums on GPUs, torch uses deterministic kernels, and warns
-    if it has none; True: always, and torch raises instead; False: torch's settings are not changed. `votes_late`: the ranks' votes are counted one step later, so that no
+    `deterministic`: None: with exact sums on GPUs, torch uses deterministic kernels, and warns if
+    it has none; True: always, and torch raises instead; False: torch's settings are not changed.
+    `votes_late`: the ranks' votes are counted one step later, so that no
     step waits for another rank's host; None: on GPUs. `peak_flops`: FLOP/s of this rank's device,
     for MFU; None: derived from its name and the model's precision. `config`: other values that the
     result depends on (a dict, dataclass, Namespace, ...), for trackers. `on_change`: "refuse",

@@ -157,7 +157,7 @@ class StagingBuffers:
     def _take_memory(self, nbytes: int) -> None:
         with contextlib.suppress(StageFull):  # reported when a snapshot needs the memory
             segment = self.courier.segment(nbytes)
-            dcp.pin(tensor_of(segment))
+            dcp.pin(tensor_of(segment), segment)
             self.courier.give_back(segment)
 
     def segment(self, make_room: Callable[[], None]) -> Segment:
@@ -170,7 +170,7 @@ class StagingBuffers:
         except StageFull:
             make_room()  # there is room for one buffer only
             segment = self.courier.segment(self.saver.nbytes)
-        dcp.pin(tensor_of(segment))
+        dcp.pin(tensor_of(segment), segment)
         return segment
 
 

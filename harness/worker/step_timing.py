@@ -14,6 +14,7 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,15 +29,56 @@ from harness.core.world import BadInput
 from harness.worker.gradients.sharding import is_sharded
 from harness.worker.staged_model import StagedModel
 
+# What torch.compile(module) returns, and the attribute that module.compile() sets.
+OPTIMIZED, COMPILED_CALL = "OptimizedModule", "_compiled_call_impl"
+
 
 class Precision:
     """The dtype of most of a model's matrix products, observed in its forward. Parameters, autocast
     and FSDP's mixed precision all influence it, and the dtype of a layer's output shows the result.
-    Hooks observe the model until `name` is read."""
+
+    The model is observed until `name` is read: by hooks, but not inside modules that torch.compile
+    compiles, since a hook in there is compiled as well, and compiled anew when it goes. These are
+    observed from outside: they count with the dtype of autocast where they are called, else with
+    that of most of their parameters.
+    """
 
     def __init__(self, model: nn.Module):
         self._seen: dict[str, int] = {}
-        self._hooks = [m.register_forward_hook(self._see) for m in model.modules() if _weight(m)]
+        self._undo: list[Callable[[], object]] = []
+        self._observe(model)
+
+    def _observe(self, module: nn.Module) -> None:
+        if type(module).__name__ == OPTIMIZED:
+            see = functools.partial(self._see_compiled, module)
+            self._undo.append(module.register_forward_pre_hook(see).remove)
+        elif (compiled := getattr(module, COMPILED_CALL, None)) is not None:
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self._see_compiled(module)
+                return compiled(*args, **kwargs)
+
+            setattr(module, COMPILED_CALL, call)
+            self._undo.append(functools.partial(setattr, module, COMPILED_CALL, compiled))
+        else:
+            if _weight(module):
+                self._undo.append(module.register_forward_hook(self._see).remove)
+            for child in module.children():
+                self._observe(child)
+
+    def _see_compiled(self, module: nn.Module, *_: object) -> None:
+        weights: dict[torch.dtype, int] = {}
+        kind = "cpu"
+        for part in module.modules():
+            for p in part.parameters(recurse=False) if _weight(part) else ():
+                weights[p.dtype] = weights.get(p.dtype, 0) + p.numel()
+                kind = p.device.type
+        if weights:
+            dtype = max(weights, key=lambda dtype: weights[dtype])
+            if torch.is_autocast_enabled(kind):
+                dtype = torch.get_autocast_dtype(kind)
+            name = str(dtype).removeprefix("torch.")
+            self._seen[name] = self._seen.get(name, 0) + sum(weights.values())
 
     def _see(self, module: nn.Module, _: object, output: Any) -> None:
         first = output[0] if isinstance(output, (tuple, list)) and output else output
@@ -48,8 +90,8 @@ class Precision:
     def name(self) -> str:
         """The dtype's name: "bfloat16", "float16", "tf32", "float32" or another; "none" if no
         layer was seen."""
-        for hook in self._hooks:
-            hook.remove()
+        for undo in self._undo:
+            undo()
         found = max(self._seen, key=lambda name: self._seen[name], default="none")
         return (
             "tf32"
@@ -334,8 +376,7 @@ def _check(tokens: int, flops: float | str, replica_ranks: int) -> None:
 
 def _is_compiled(module: nn.Module) -> bool:
     return (
-        type(module).__name__ == "OptimizedModule"
-        or getattr(module, "_compiled_call_impl", None) is not None
+        type(module).__name__ == OPTIMIZED or getattr(module, COMPILED_CALL, None) is not None
     )
 
 

@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,11 +65,9 @@ def fingerprint(tensor: torch.Tensor) -> str:
 def weighted(raw: torch.Tensor) -> torch.Tensor:
     """Return a 64-bit sum of the bytes `raw` (n,), each word times an odd number of its position;
     0-d int64 on the same device."""
-    words = (
-        raw[: len(raw) // 4 * 4].view(torch.int32)
-        if raw.storage_offset() % 4 == 0
-        else raw[:0].view(torch.int32)
-    )
+    if raw.storage_offset() % 4:
+        raw = raw.clone()  # words begin at multiples of four bytes
+    words = raw[: len(raw) // 4 * 4].view(torch.int32)
     rest = raw[len(words) * 4 :]
     total = torch.zeros((), dtype=torch.int64, device=raw.device)
     for numbers, first in ((words, 0), (rest, len(words))):
@@ -352,11 +351,12 @@ def version_of(tensor: torch.Tensor) -> int:
 _pins: dict[int, bool] = {}  # address of each memory that `pin` was asked for -> it is pinned
 
 
-def pin(buffer: torch.Tensor) -> bool:
+def pin(buffer: torch.Tensor, owner: object) -> bool:
     """Pin this memory (of whatever origin), so that GPUs copy to it at full speed and beside
-    kernels; it is unpinned at the process' end. Return whether it is pinned. Where the driver
-    refuses (a container's limits, memory that it cannot map), copies are plain ones: slower, and as
-    right. Does nothing without a GPU or when repeated."""
+    kernels. `owner`: the object that keeps the memory; it is unpinned when that goes, and at the
+    process' end. Return whether it is pinned. Where the driver refuses (a container's limits,
+    memory that it cannot map), copies are plain ones: slower, and as right. Does nothing without a
+    GPU or when repeated."""
     if not torch.cuda.is_available():
         return False
     at = buffer.data_ptr()
@@ -368,6 +368,9 @@ def pin(buffer: torch.Tensor) -> bool:
     if not _pins:
         atexit.register(unpin)
     _pins[at] = code == 0
+    # Memory that is unmapped while it is pinned stays with the driver: a GPU would copy to the old
+    # pages whatever is mapped at this address next.
+    weakref.finalize(owner, _unpin, at).atexit = False
     if code:
         # CUDA holds the error until somebody asks for it: not the training's next kernel
         with contextlib.suppress(RuntimeError, AssertionError):
@@ -383,10 +386,13 @@ def pin(buffer: torch.Tensor) -> bool:
 
 def unpin() -> None:
     """Unpin what `pin` has pinned."""
-    while _pins:
-        at, pinned = _pins.popitem()
-        if pinned:
-            torch.cuda.cudart().cudaHostUnregister(at)  # type: ignore[no-untyped-call]
+    for at in list(_pins):
+        _unpin(at)
+
+
+def _unpin(at: int) -> None:
+    if _pins.pop(at, False):
+        torch.cuda.cudart().cudaHostUnregister(at)  # type: ignore[no-untyped-call]
 
 
 __all__ = [

@@ -175,6 +175,9 @@ def load_parts(
         # bytes per thread: as received, and as checked or on the way to a GPU
         each = 2 * READ_NBYTES
         threads = min(READ_THREADS, max(LEAST_THREADS, held // each))
+    for device in {piece.target.device for piece in pieces if piece.target.is_cuda}:
+        # threads have streams of their own: not before what the caller has queued on its stream
+        torch.cuda.current_stream(device).synchronize()
     batches = _batches(pieces)
     if len(batches) < 2:
         for batch in batches:

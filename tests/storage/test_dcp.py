@@ -30,6 +30,7 @@ from storage import (  # noqa: E402
     StoreUnavailable,
     open_store,
 )
+from storage.snapshots.staging import Segment  # noqa: E402
 from storage.tensors.dcp import Saver  # noqa: E402
 from storage.tensors.loading import destinations, load  # noqa: E402
 from storage.tensors.state_tree import join, split  # noqa: E402
@@ -631,11 +632,25 @@ def test_memory_that_cannot_be_pinned_is_copied_to_plainly(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t: t.data_ptr() in asked and Runtime.code == 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    good, bad = (torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(2))
-    assert dcp.pin(good) and dcp.pin(good)
+    good, bad, short = (torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(3))
+    owner = Segment.anonymous(1)
+    assert dcp.pin(short, owner)
+    del owner  # before its memory is unmapped, and taken for something else
+    assert ended == [short.data_ptr()] and not dcp._pins
+    asked.clear(), ended.clear()
+    owner = Segment.anonymous(1)
+    assert dcp.pin(good, owner) and dcp.pin(good, owner)
     monkeypatch.setattr(Runtime, "code", 712)
     with pytest.warns(RuntimeWarning, match="could not be pinned .CUDA error 712."):
-        assert not dcp.pin(bad)
-    assert not dcp.pin(bad) and asked == [good.data_ptr(), bad.data_ptr()]
+        assert not dcp.pin(bad, owner)
+    assert not dcp.pin(bad, owner) and asked == [good.data_ptr(), bad.data_ptr()]
     dcp.unpin()
     assert ended == [good.data_ptr()]
+
+
+def test_a_device_fingerprint_is_of_the_bytes_wherever_they_begin():
+    raw = torch.randint(256, (4099,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    wanted = int(dcp.weighted(raw.clone()))
+    for before in range(1, 8):
+        moved = torch.cat([torch.zeros(before, dtype=torch.uint8), raw])[before:]
+        assert moved.storage_offset() == before and int(dcp.weighted(moved)) == wanted

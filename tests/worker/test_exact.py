@@ -174,8 +174,9 @@ def test_small_gradients_are_taken_together_each_in_its_own_unit():
     ]
     assert total.tolist() == wanted
     again = torch.zeros_like(total)
-    add_rounded_together(parts[:2], shifts[:2], again)
-    assert torch.equal(again, total)
+    peaks = add_rounded_together(parts, shifts, again)
+    assert torch.equal(again, total) and peaks.tolist()[1:] == [float(parts[1].abs().max()), 0.0]
+    assert add_rounded_together(parts[2:], shifts[2:], again[:0]).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("word", [64, 32])

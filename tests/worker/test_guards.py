@@ -119,3 +119,55 @@ def test_an_fsdp2_with_other_names_is_told() -> None:
             "set_x",
             "set_gradient_divide_factor",
         )
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(torch.relu(self.into(x)))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("how", ["blocks", "whole", "wrapped"])
+def test_a_compiled_model_is_compiled_once(how: str) -> None:
+    """What observes its precision is not compiled with it, so nothing is compiled anew, at the
+    limit of which torch goes on without compiling."""
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    def count(observed: bool) -> tuple[int, str]:
+        torch._dynamo.reset()
+        graphs.clear()
+        made: nn.Module = Blocks()
+        if how == "blocks":
+            for block in made.blocks:  # type: ignore[union-attr]
+                block.compile(backend=backend)
+        elif how == "whole":
+            made.compile(backend=backend)
+        else:
+            made = torch.compile(made, backend=backend)  # type: ignore[assignment]
+        seen, name = Precision(made) if observed else None, ""
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                made(torch.randn(2, 16)).float().sum().backward()
+            name = name or (seen.name if seen else "")
+        return len(graphs), name
+
+    plain, _ = count(False)
+    assert plain > 0 and count(True) == (plain, "bfloat16")

@@ -42,6 +42,8 @@ Gradients = list[torch.Tensor]
 
 
 def run(bench: Bench) -> None:
+    if bench.tiny:
+        torch.set_num_threads(1)
     f = 1 << 10 if bench.tiny else fixed_point.FUSE_FROM
     small = [(), (1,), (7,), (33, 129), (-51, 301), (16, 8, -3, 3), (1000,)]
     # around the size from which the kernel is a fused one, and at odd places behind small ones
@@ -101,7 +103,8 @@ def attempt(bench: Bench, what: str, do: Callable[[Bench], None]) -> None:
         do(bench)
     except Exception as e:
         traceback.print_exc(file=sys.stderr)
-        bench.checked(what, False, f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[-1]}"[:300])
+        last = (str(e).strip().splitlines() or [""])[-1]
+        bench.checked(what, False, f"{type(e).__name__}: {last}"[:300])
 
 
 # ---- ranks in one process ------------------------------------------------------------------------

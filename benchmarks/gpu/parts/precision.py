@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -216,6 +217,7 @@ def train(way: Way, tiny: bool, url: str | None, what: str, first_seed: int) -> 
         return {k: digest(v.state_dict()) for k, v in held.items() if v is not None}
 
     found: dict[str, Any] = {"at": -1, "states": {}, "scales": {}, "names": []}
+    found["pid"] = os.getpid()
     seen: dict[int, Seen] = {}
     sizes = {"total": TOTAL, "global_batch": GLOBAL_BATCH, "micro_batch": MICRO_BATCH}
     for step in run.steps(data, **sizes, num_workers=way.readers):
@@ -437,6 +439,8 @@ def second(course: Course, resumes: Sequence[Again]) -> None:
             return train(one.way, course.tiny, course.url(one.way.name), "resumed", 12)
 
         course.attempt(f"{one.way.name}.resumed", resumed)
+        if course.leads:  # its bytes lie in memory
+            shutil.rmtree(course.url(one.way.name), ignore_errors=True)
 
 
 def in_order(ways: Sequence[Way], more: Sequence[Again]) -> list[Again]:
@@ -467,28 +471,29 @@ def differing(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> str:
     return f"at the end: other {', '.join(wrong)}" if wrong else ""
 
 
-def wanted(found: Mapping[str, Any] | None) -> str:
-    """Return why there is nothing to compare; "": there is."""
-    if found is None:
-        return TOO_LATE
-    return found.get("missing") or found.get("error") or ""
+def lacking(bench: Bench, what: str, *results: Mapping[str, Any] | None) -> bool:
+    """Return whether a result is not there; then its row is written."""
+    for found in results:
+        if found is None or "missing" in found:
+            bench.missing(what, TOO_LATE if found is None else found["missing"])
+            return True
+        if "error" in found:
+            bench.checked(what, False, found["error"])
+            return True
+    return False
 
 
 def compare(bench: Bench, course: Course, way: Way) -> None:
     """Write the rows of one way."""
-    what = f"{way.says}: lost and resumed in another process, to the bit"
+    what = f"{way.says}: lost and resumed, to the bit"
     whole, cut = course.read(f"{way.name}.whole"), course.read(f"{way.name}.cut")
     resumed = course.read(f"{way.name}.resumed")
-    for found in (whole, cut, resumed):
-        if found is None or "missing" in found:
-            bench.missing(what, wanted(found))
-            return
-        if "error" in found:
-            bench.checked(what, False, found["error"])
-            return
+    if lacking(bench, what, whole, cut, resumed):
+        return
     assert whole and cut and resumed
     differs, at = differing(whole, resumed), resumed["at"]
-    bench.checked(what, not differs, differs or f"from step {at} to {TOTAL}")
+    where = "the same process" if resumed["pid"] == cut["pid"] else "another process"
+    bench.checked(what, not differs, differs or f"from step {at} to {TOTAL}, in {where}")
     fed(bench, way, whole, resumed)
     if way.dtype == "fp16":
         scales = [whole["scales"][str(k)] for k in range(1, TOTAL + 1)]
@@ -533,9 +538,7 @@ def more(bench: Bench, course: Course) -> None:
     """Write the rows of second resumes."""
     what = "other random numbers in one micro-batch are found (so the rows above can fail)"
     whole, other = course.read("dropout.whole"), course.read("disturbed.resumed")
-    if why := wanted(whole) or wanted(other):
-        bench.missing(what, why)
-    else:
+    if not lacking(bench, what, whole, other):
         assert whole and other
         differs = differing(whole, other)
         bench.checked(what, f"step {other['at'] + 1}: other" in differs, differs or "not found")
@@ -545,8 +548,7 @@ def more(bench: Bench, course: Course) -> None:
         )
     what = "a compiled run's snapshot goes on without torch.compile"
     whole, other = course.read("compiled.whole"), course.read("not-compiled.resumed")
-    if why := wanted(whole) or wanted(other):
-        bench.missing(what, why)
+    if lacking(bench, what, whole, other):
         return
     assert whole and other
     names, plain = (course.read(f"{n}.cut") or {} for n in ("compiled", "fp32"))
@@ -567,8 +569,13 @@ def more(bench: Bench, course: Course) -> None:
 def processes(
     module: str, roles: Mapping[str, Mapping[str, object]], bench: Bench, spare_s: float
 ) -> tuple[Course, dict[str, subprocess.Popen[bytes]]]:
-    """Start `module` once for each role, with variables of its own."""
-    course = Course(bench.folder, bench.tiny, time.monotonic() + bench.left_s - spare_s)
+    """Start `module` once for each role, with variables of its own. `spare_s`: what the part needs
+    behind them."""
+    # the part's limit counts from its process' begin, `left_s` from behind its imports
+    age_s = time.time() - psutil.Process().create_time()
+    imports_s = max(0.0, age_s - (time.monotonic() - bench.began_s))
+    ends_s = time.monotonic() + bench.left_s - imports_s - spare_s
+    course = Course(bench.folder, bench.tiny, ends_s)
     (course.folder / "runs").mkdir(exist_ok=True)
     base = environment(
         OMP_NUM_THREADS=1 if bench.tiny else 2,
@@ -646,9 +653,7 @@ def run(bench: Bench) -> None:
     more(bench, course)
     what = "memory that was pinned, freed and mapped again holds what is copied to it"
     found = course.read("remap")
-    if why := wanted(found):
-        bench.missing(what, why)
-    else:
+    if not lacking(bench, what, found):
         assert found
         bench.checked(what, found["ok"], found["note"])
     ended_well(bench, started)

@@ -45,6 +45,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 def run(bench: Bench) -> None:
+    if bench.tiny:
+        torch.set_num_threads(1)
     with contextlib.closing(Memory(bench)) as memory:
         attempt(bench, "snapshots beside the training", lambda b: races(b, memory))
         attempt(bench, "a missing wait", lambda b: missing_wait(b, memory))
@@ -445,7 +447,7 @@ def restored_on_stream(bench: Bench, memory: Memory) -> None:
         return
     folder = bench.folder / "store"
     snapshots = Snapshots(open_store(str(folder)))
-    n = 4 << 20
+    n = 8 << 20  # read in several pieces, by several threads
     tensors = {"x": torch.arange(n, device=bench.device, dtype=torch.int32)}
     saver = Saver(snapshots, own_memory=False)
     saver.plan(tensors)
@@ -520,9 +522,10 @@ def flat(bench: Bench, memory: Memory) -> None:
     tensors, _ = training.tensors()
     still = training.still(tensors)
     saver.plan(tensors, still)
+    count, early_at = (20, 5) if bench.tiny else (SNAPSHOTS, EARLY)
     seen: dict[int, dict[str, float]] = {}
     staged: Any = None
-    for k in range(1, SNAPSHOTS + 1):
+    for k in range(1, count + 1):
         tensors, _ = training.tensors()
         segment = memory.take(saver.nbytes)
         if k <= 2:
@@ -535,30 +538,30 @@ def flat(bench: Bench, memory: Memory) -> None:
         training.optimizer.step()
         staged.arrive()
         staged.release()
-        if k in (EARLY, SNAPSHOTS):
+        if k in (early_at, count):
             bench.settle()
             gc.collect()
-            seen[k] = held()
+            seen[k] = held(memory)
     del staged
-    early, last = seen[EARLY], seen[SNAPSHOTS]
+    early, last = seen[early_at], seen[count]
     for what in early:
         # other parts take and free memory of the whole device meanwhile
         if what == "the whole device's memory in use":
             bench.measured(
-                f"MB more of {what}, snapshot {SNAPSHOTS} against {EARLY}",
+                f"MB more of {what}, snapshot {count} against {early_at}",
                 (last[what] - early[what]) / 1e6,
                 "MB",
                 note="other parts share the GPU",
             )
             continue
         bench.checked(
-            f"{what} is no more after {SNAPSHOTS} snapshots than after {EARLY}",
+            f"{what} is no more after {count} snapshots than after {early_at}",
             last[what] - early[what] <= GROWTH_NBYTES * (what in MAY_GROW),
             f"{early[what] / 1e6:.1f} and {last[what] / 1e6:.1f} MB",
         )
 
 
-def held() -> dict[str, float]:
+def held(memory: Memory) -> dict[str, float]:
     found: dict[str, float] = {"host memory": psutil.Process().memory_info().rss}
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
@@ -567,7 +570,7 @@ def held() -> dict[str, float]:
             "the device's reserved memory": torch.cuda.memory_reserved(),
             "the whole device's memory in use": total - free,
             "torch's pinned memory": host_nbytes().get("allocated_bytes.current", 0),
-            "the number of pinned segments": sum(dcp._pins.values()),
+            "the stage's pinned memory": sum(dcp._pins.values()) * memory.segments[0].nbytes,
         }
     return found
 

@@ -232,7 +232,8 @@ class _Keyed(Dataset[Any]):
                 read_ahead(indices)
             samples = [self._sample(*key) for key in keys]
         else:
-            samples = self.dataset.__getitems__(indices)
+            together = getattr(self.dataset, "__getitems__", None)
+            samples = together(indices) if together else [self.dataset[i] for i in indices]
             if self._collate_draws:
                 self._begin_with(keys[-1][0])
         contents = (

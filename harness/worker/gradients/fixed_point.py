@@ -30,6 +30,7 @@ LEAST_BITS = 12  # of one micro-batch's part of a word; fewer would be too coars
 # samples or tokens)
 FIRST = 15
 FUSE_FROM = 1 << 18  # elements from which a separate GPU kernel pays off
+WARM_NUMEL = 1 << 22  # elements of the gradient with which that kernel is compiled
 # elements per pass on a CPU: few enough to stay in its cache over several passes, and enough that
 # Python's overhead is small
 CHUNK = 1 << 17
@@ -220,6 +221,13 @@ def add_rounded_together(
 def _add_in_steps(
     grads: list[torch.Tensor], shifts: Sequence[int], total: torch.Tensor
 ) -> torch.Tensor:
+    if not all(g.numel() for g in grads):  # a norm of nothing is an error
+        full = [i for i, g in enumerate(grads) if g.numel()]
+        peaks = total.new_zeros(len(grads), dtype=grads[0].dtype)
+        if full:
+            some = [grads[i] for i in full], [shifts[i] for i in full]
+            peaks[full] = _add_in_steps(*some, total)
+        return peaks
     peaks = torch.stack(torch._foreach_norm(grads, math.inf))
     scaled = torch._foreach_mul(grads, [2.0 ** min(shift, 126) for shift in shifts])
     if max(shifts) > 126:
@@ -250,12 +258,11 @@ def fused_kernel(
     many bytes. None: it could not be compiled here."""
     kernel = torch.compile(_add_and_peak, dynamic=True)
     try:
-        grad, factors = (
-            torch.zeros(8, device=device),
-            _factors(0, torch.float32, torch.device(device)),
-        )
+        # one of the usual size: the compiler shares the work out by the size that it sees first
+        grad = torch.zeros(WARM_NUMEL, device=device)
+        factors = _factors(0, torch.float32, torch.device(device))
         for word in INTEGERS.values():
-            kernel(grad, factors, torch.zeros(8, dtype=word, device=device))
+            kernel(grad, factors, torch.zeros(WARM_NUMEL, dtype=word, device=device))
     except Exception as e:
         # a missing compiler may show as any error; the single steps compute the same
         warnings.warn(
