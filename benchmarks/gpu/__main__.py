@@ -113,7 +113,7 @@ class Run:
         t0 = time.monotonic()
         module = part.module or f"benchmarks.gpu.parts.{part.name}"
         tiny = ["tiny"] if self.tiny else []
-        how = [part.name, module, str(self.rows), str(folder), str(limit_s), *tiny]
+        how = [part.name, module, str(self.rows), str(folder), str(t0), str(limit_s), *tiny]
         log = folder / "log"
         with open(log, "wb") as f:
             process = subprocess.Popen(

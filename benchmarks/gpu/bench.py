@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,8 @@ class Bench:
     rows: Path
     folder: Path
     tiny: bool
+    began_s: float  # time.monotonic() of whoever started it
     limit_s: float
-    began_s: float = field(default_factory=time.monotonic)
 
     @property
     def device(self) -> torch.device:

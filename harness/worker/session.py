@@ -618,8 +618,8 @@ def attach(
     HARNESS_MESH, which `harness run --mesh` sets. `timeout_s`: of an exchange between ranks, in
     seconds; None: torch's default. `backend`: of the process group; None: gloo, and nccl for
     tensors on GPUs (gloo for these too if ranks share a GPU, which NCCL refuses).
-    `deterministic`: None: with exact sums on GPUs, torch uses deterministic kernels, and warns if
-    it has none; True: always, and torch raises instead; False: torch's settings are not changed.
+    `deterministic`: torch uses deterministic kernels, and raises where it has none; None: with
+    exact sums on GPUs; False: torch's settings are not changed.
     `votes_late`: the ranks' votes are counted one step later, so that no
     step waits for another rank's host; None: on GPUs. `peak_flops`: FLOP/s of this rank's device,
     for MFU; None: derived from its name and the model's precision. `config`: other values that the
@@ -656,9 +656,9 @@ def _determine(device: torch.device, reduce: str, asked: bool | None) -> None:
     sums. `asked`: see `attach(deterministic=...)`."""
     if asked or (asked is None and reduce != "fast" and device.type == "cuda"):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=not asked)
-        if asked:
-            torch.backends.cudnn.benchmark = False
+        # warn_only would leave attention's backward as it is, without determinism
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
     if reduce != "fast":
         # otherwise the code that torch.compile makes for a shape depends on the shapes before it,
         # and so on when the process began

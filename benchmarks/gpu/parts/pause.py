@@ -172,7 +172,7 @@ class Ours(Way):
         local = InProcessSender(self.store, lambda job, outcome: None)
         self.courier = UploaderClient(self.stage.folder, 1, 0, local)
         segment = self.courier.segment(self.saver.nbytes)
-        self.pinned = staging.pin(tensor_of(segment))
+        self.pinned = staging.pin(tensor_of(segment), segment)
         self.courier.give_back(segment)
 
     def begin(self) -> Future[Any]:
@@ -183,7 +183,7 @@ class Ours(Way):
             raise RuntimeError("the state has another structure than the planned one")
         segment = self.segment = self.courier.segment(saver.nbytes)
         buffer = tensor_of(segment)
-        staging.pin(buffer)
+        staging.pin(buffer, segment)
         staged = self.staged = saver.begin(
             tensors, between_updates(training.model, tensors), buffer
         )
@@ -231,7 +231,7 @@ class Ours(Way):
             Snapshots(self.store).prune(Keep(1))
 
     def close(self) -> None:
-        staging.unpin()  # before the memory goes: its address may be used again
+        staging.unpin()
         self.process.kill()
         self.process.wait()
         self.stage.close()

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -183,7 +182,7 @@ class Seen:
         }
 
 
-# kept, so that pinned memory of none is freed and mapped again (`remap` tries that by itself)
+# kept, so that staging memory of none is freed and mapped again (`remap` tries that by itself)
 _sessions: list[Any] = []
 
 
@@ -305,7 +304,7 @@ def remap(device: torch.device, nbytes: int) -> tuple[bool, str]:
         segment = Segment.anonymous(nbytes)
         held = torch.frombuffer(segment.view, dtype=torch.uint8)
         held.zero_()
-        dcp.pin(held)
+        dcp.pin(held, segment)
         torch.manual_seed(seed)
         wanted = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
         held.copy_(wanted, non_blocking=True)
@@ -571,10 +570,7 @@ def processes(
 ) -> tuple[Course, dict[str, subprocess.Popen[bytes]]]:
     """Start `module` once for each role, with variables of its own. `spare_s`: what the part needs
     behind them."""
-    # the part's limit counts from its process' begin, `left_s` from behind its imports
-    age_s = time.time() - psutil.Process().create_time()
-    imports_s = max(0.0, age_s - (time.monotonic() - bench.began_s))
-    ends_s = time.monotonic() + bench.left_s - imports_s - spare_s
+    ends_s = time.monotonic() + bench.left_s - spare_s
     course = Course(bench.folder, bench.tiny, ends_s)
     (course.folder / "runs").mkdir(exist_ok=True)
     base = environment(

@@ -193,8 +193,9 @@ class Memory:
             for _ in range(2):
                 path = self.made.create(max(nbytes, self._room)).path
                 assert path is not None
-                self.segments.append(Segment.open(path).touch())
-                self.pinned.append(dcp.pin(tensor_of(self.segments[-1])))
+                segment = Segment.open(path).touch()
+                self.segments.append(segment)
+                self.pinned.append(dcp.pin(tensor_of(segment), segment))
         segment = self.segments[self._turn % 2]
         assert segment.nbytes >= nbytes, (segment.nbytes, nbytes)
         return segment
@@ -609,7 +610,7 @@ def same_address(bench: Bench) -> None:
     pattern = torch.arange(nbytes // 4, dtype=torch.int32, device=bench.device).view(torch.uint8)
     first = Segment.anonymous(nbytes).touch()
     buffer = tensor_of(first)
-    dcp.pin(buffer)
+    dcp.pin(buffer, first)
     buffer.copy_(pattern, non_blocking=True)
     bench.settle()
     at = buffer.data_ptr()
@@ -624,7 +625,7 @@ def same_address(bench: Bench) -> None:
     else:
         bench.missing(what, "the system mapped no new memory at that address")
         return
-    claimed = dcp.pin(buffer)
+    claimed = dcp.pin(buffer, tried[-1])
     buffer.copy_(pattern, non_blocking=True)
     bench.settle()
     right = torch.equal(buffer, pattern.cpu())
@@ -673,8 +674,9 @@ def tiny_round(folder: Path) -> None:
     x = torch.arange(100_000.0, device=device)
     saver = Saver(Snapshots(open_store(str(folder / "sanitized"))), own_memory=False)
     saver.plan({"x": x})
-    buffer = tensor_of(Segment.anonymous(saver.nbytes).touch())
-    dcp.pin(buffer)
+    segment = Segment.anonymous(saver.nbytes).touch()
+    buffer = tensor_of(segment)
+    dcp.pin(buffer, segment)
     wanted = x.clone()
     with patch.object(dcp, "SLICE_NBYTES", 1 << 16):
         staged = saver.begin({"x": x}, {"x"}, buffer)
