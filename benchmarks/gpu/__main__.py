@@ -53,13 +53,13 @@ class Part:
 PARTS = (
     Part("exact", "exact sums on the device are the CPU's integers", 60),
     Part("staging", "snapshots beside the training are byte for byte the state at rest", 60),
-    Part("ranks", "ranks on the GPU: kills, other numbers of ranks, the same weights", 110),
+    Part("ranks", "ranks on the GPU: kills, other numbers of ranks, the same weights", 130),
     Part("precision", "fp16 with a scaler, bf16, fp8, compiled or not: resumed to the bit", 90),
     Part("sharded", "FSDP2, with and without offload: resumed to the bit", 75),
     Part("health", "NVML's readings and reports", 20),
-    Part("pause", "what a snapshot costs the training", 110, check=False),
+    Part("pause", "what a snapshot costs the training", 150, check=False),
     Part("pretrain", "tokens/s and MFU of the reference trainer beside plain PyTorch", 150, False),
-    Part("overheads", "exact sums, step timing, votes", 45, check=False),
+    Part("overheads", "exact sums, step timing, votes", 90, check=False),
     Part("start", "to the first step, and from a loss to the next step", 60, check=False),
 )
 SECOND_S = 1.0

@@ -658,6 +658,7 @@ def _determine(device: torch.device, reduce: str, asked: bool | None) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # warn_only would leave attention's backward as it is, without determinism
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
     if reduce != "fast":
         # otherwise the code that torch.compile makes for a shape depends on the shapes before it,

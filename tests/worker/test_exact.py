@@ -159,6 +159,43 @@ def test_the_fused_kernel_makes_the_same_integers(monkeypatch, tmp_path):
     assert math.isnan(add_rounded_together(grads, shifts, found)[2])
 
 
+@pytest.mark.parametrize("weight", [24.0, torch.tensor(24.0, dtype=torch.float64), 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_divided_together_have_the_bits_of_those_divided_alone(weight, dtype):
+    """What a GPU does in few passes is what a CPU does piece by piece; subnormals are rounded once."""
+    sizes, shifts = [3, 0, 500, 70], [149, 7, -20, 61]
+    total = torch.randint(-(2**62), 2**62, (sum(sizes),), generator=torch.Generator().manual_seed(1))
+    total[:3] = torch.tensor([1, 3, -77])
+    wanted, found = ([torch.empty(n, dtype=dtype) for n in sizes] for _ in range(2))
+    for out, piece, shift in zip(wanted, torch.split(total, sizes), shifts, strict=True):
+        divide_into(out, piece, weight, shift, fixed_point.Scratch())
+    fixed_point.divide_together(found, total, weight, shifts)
+    for a, b in zip(wanted, found, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    narrow = total.clamp(-(2**31), 2**31 - 1).to(torch.int32)
+    divide_into(wanted[2], narrow[3:503], weight, 3, fixed_point.Scratch())
+    fixed_point.divide_together(found[2:3], narrow[3:503], weight, [3])
+    assert torch.equal(wanted[2], found[2])
+
+
+def test_the_fused_norm_is_the_plain_one(monkeypatch, tmp_path):
+    """The GPU's kernel, compiled for this CPU."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    parts = [torch.randn(n) * 2.0**k for n, k in ((5, -100), (3000, 3), (70_001, 3))]
+    parts += [torch.randn(4000).to(dtype) for dtype in (torch.bfloat16, torch.float16)]
+    wanted = exact_norm(parts, 80_000, parts[0].device)
+    compiled = torch.compile(fixed_point._limbs, dynamic=True)
+    calls = []
+
+    def fused(device, width, limbs):
+        calls.append(limbs)
+        return compiled
+
+    monkeypatch.setattr(fixed_point, "fused_limbs", fused)
+    assert torch.equal(exact_norm(parts, 80_000, parts[0].device), wanted)
+    assert len(calls) == len(parts)
+
+
 def test_small_gradients_are_taken_together_each_in_its_own_unit():
     total, scratch = torch.zeros(1000, dtype=torch.int64), fixed_point.Scratch()
     parts, shifts = [torch.randn(10), torch.randn(990) * 2.0**-140, torch.zeros(0)], [40, 149, 7]
@@ -282,6 +319,8 @@ def test_the_norm_is_exact_and_does_not_know_of_cuts(n, seed, exponent, spread, 
     assert float(norm) == pytest.approx(true, rel=2 * U)
     assert torch.equal(exact_norm(list(torch.tensor_split(x, cuts)), n, x.device), norm)
     assert torch.equal(exact_norm([x.flip(0)], n, x.device), norm)
+    wide = x.double()
+    assert torch.equal(exact_norm([wide], n, x.device), norm) and torch.equal(wide, x.double())
 
 
 def test_the_norm_of_a_great_model_is_still_exact():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,13 +32,14 @@ def moving(it: Nodes, limit_s: float) -> None:
     """One rank, then three, whose node is killed, then two."""
     slow = it.folder / "slow"
     slow.touch()
+    ends_s = time.monotonic() + limit_s
     it.agent(1)
     it.until(lambda m: m.what == "step" and m.step >= EVERY, limit_s)
     second = it.agent(2)
-    it.until(lambda m: m.what == "step" and m.world == 3, limit_s)
+    it.until(lambda m: m.what == "step" and m.world == 3, ends_s - time.monotonic())
     second.send_signal(signal.SIGKILL)
     it.agent(1)
-    it.until(lambda m: m.what == "step" and m.world == 2, limit_s)
+    it.until(lambda m: m.what == "step" and m.world == 2, ends_s - time.monotonic())
     slow.unlink()
 
 
@@ -49,19 +51,23 @@ WAYS: dict[str, Callable[[Nodes, float], None]] = {
 }
 
 
-def run(bench: Bench) -> None:
-    limit_s = bench.left_s - 5
+SPARE_S = 8.0  # of the part's limit, to tell how it ended
 
+
+def run(bench: Bench) -> None:
     def one(name: str) -> str:
         it = Nodes(bench.folder / WAYS[name].__name__, STEPS, EVERY)
         try:
-            WAYS[name](it, limit_s)
-            return it.weights(limit_s)
+            WAYS[name](it, bench.left_s - SPARE_S)
+            return it.weights(max(1.0, bench.left_s - SPARE_S))
         except Exception:
             traceback.print_exc()
             print(it.tail(), file=sys.stderr)
             raise
         finally:
+            for mark in it.marks():
+                if mark.what != "step" or mark.step % EVERY == 0:
+                    print(f"{name}: {mark}", file=sys.stderr)
             it.close()
 
     with ThreadPoolExecutor(1 if bench.tiny else len(WAYS)) as pool:
@@ -69,7 +75,7 @@ def run(bench: Bench) -> None:
         wanted = ""
         for name, future in found.items():
             try:
-                weights = future.result(limit_s)
+                weights = future.result(bench.left_s)
             except Exception as e:
                 bench.checked(name, False, str(e).splitlines()[0][:300])
                 continue

@@ -292,9 +292,8 @@ class ExactSharded(Sharded):
             for i in group.members:
                 p: Any = self.parameters[i]
                 grad = torch.empty_like(p.to_local(), memory_format=torch.contiguous_format)
-                self.counting.write(
-                    i, group.mine[column : column + grad.numel()], weight, grad.view(-1)
-                )
+                mine = group.mine[column : column + grad.numel()]
+                self.counting.write([i], mine, weight, [grad.view(-1)])
                 p.grad = sharded_as(p, grad)
                 column += self._columns(i, group.process_group.size())
             group.mine = None
@@ -490,10 +489,11 @@ class ExactReplicated(Replicated):
         self.counting.must_not_repeat(self.again)
 
     def divide(self, weight: float | torch.Tensor) -> None:
-        for i, p in enumerate(self.parameters):
-            view = self._views[p]
-            self.counting.write(i, self._totals[i], weight, view.view(-1))
-            p.grad = view
+        for unit in self._units:
+            views = [self._views[self.parameters[i]] for i in unit.members]
+            self.counting.write(unit.members, unit.total, weight, [v.view(-1) for v in views])
+            for i, view in zip(unit.members, views, strict=True):
+                self.parameters[i].grad = view
         self.counting.applied()
 
     def norm(self) -> torch.Tensor:

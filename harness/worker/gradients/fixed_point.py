@@ -257,12 +257,21 @@ def fused_kernel(
     """Return `_add_and_peak` compiled to one pass over memory; single steps move more than twice as
     many bytes. None: it could not be compiled here."""
     kernel = torch.compile(_add_and_peak, dynamic=True)
-    try:
+
+    def warm() -> None:
         # one of the usual size: the compiler shares the work out by the size that it sees first
         grad = torch.zeros(WARM_NUMEL, device=device)
         factors = _factors(0, torch.float32, torch.device(device))
         for word in INTEGERS.values():
             kernel(grad, factors, torch.zeros(WARM_NUMEL, dtype=word, device=device))
+
+    return kernel if _compiles(warm) else None
+
+
+def _compiles(warm: Callable[[], object]) -> bool:
+    """Call a compiled function for the first time; return whether it could be compiled."""
+    try:
+        warm()
     except Exception as e:
         # a missing compiler may show as any error; the single steps compute the same
         warnings.warn(
@@ -270,8 +279,8 @@ def fused_kernel(
             f"compiled: {e}",
             stacklevel=2,
         )
-        return None
-    return kernel
+        return False
+    return True
 
 
 def divide_into(
@@ -282,13 +291,28 @@ def divide_into(
     scratch: Scratch,
 ) -> None:
     """Write total / (weight * 2**shift) into `out`: computed in float64, then rounded to out's
-    dtype. Tensors: (n,); weight: a number, or 0-d float64."""
+    dtype. Tensors: (n,), on a CPU; weight: a number, or 0-d float64."""
     below = weight * 2.0**shift
-    if total.device.type != "cpu":
-        out.copy_(total.double().div_(below))
-        return
     for o, t in zip(torch.split(out, CHUNK), torch.split(total, CHUNK), strict=True):
         o.copy_(scratch.of(torch.float64, t.numel())[-1].copy_(t).div_(below))
+
+
+def divide_together(
+    outs: Sequence[torch.Tensor],
+    total: torch.Tensor,
+    weight: float | torch.Tensor,
+    shifts: Sequence[int],
+) -> None:
+    """Do `divide_into` for several pieces of `total`, one after the other, each with its shift: on
+    a GPU, with few passes over memory."""
+    if not isinstance(weight, torch.Tensor):
+        # a GPU would multiply by the reciprocal of a number, which rounds twice
+        weight = torch.full((), weight, dtype=torch.float64, device=total.device)
+    quotients = torch.div(total, weight)
+    for out, quotient, shift in zip(
+        outs, torch.split(quotients, [out.numel() for out in outs]), shifts, strict=True
+    ):
+        torch.mul(quotient, 2.0**-shift, out=out)  # exact but for the rounding to out's dtype
 
 
 def exact_norm(
@@ -308,39 +332,67 @@ def exact_norm(
     parts = [p for p in parts if p.numel()]
     top = torch.zeros((), dtype=torch.float64, device=device)
     if parts:
-        top = torch.stack([torch.stack(torch.aminmax(p)).abs().max().double() for p in parts]).max()
+        top = torch.stack(torch._foreach_norm(parts, math.inf)).max().double()
     # the bits of numbers >= 0 sort like the numbers
     bits = torch.nan_to_num(top, nan=math.inf, posinf=math.inf).view(torch.int64)
     if greatest is not None:
         greatest(bits)
-    peak = float(bits.view(torch.float64))
-    if not 0 < peak < math.inf:
-        return torch.tensor(math.nan if peak else 0.0, dtype=torch.float32, device=device)
-    exponent = math.frexp(peak)[1]  # |x| < 2**exponent
+    # |x| < 2**exponent; all stays on the device until the end, so that nothing waits for the host
+    exponent = torch.frexp(bits.view(torch.float64)).exponent.long().clamp(min=-900)
     width = (62 - numel.bit_length()) // 2 * 2  # bits of a limb: numel of them sum below 2**62
     # all rounding in the last limb together is below 2**-22 of the greatest square
     limbs = -(-(numel.bit_length() + 22) // width)
+    scale = (1023 + width // 2 - exponent << 52).view(torch.float64)  # the bits of 2**(...)
     sums = torch.zeros(limbs, dtype=torch.int64, device=device)
-    size = CHUNK if device.type == "cpu" else 1 << 24
     for part in parts:
+        # one kernel for all of it, but for wide floats: their squares are rounded
+        fused = fused_limbs(device.type, width, limbs) if part.dtype.itemsize <= 4 else None
+        size = part.numel() if fused else CHUNK if device.type == "cpu" else 1 << 24
         for piece in torch.split(part, size):
-            x = piece.double().mul_(2.0 ** (width // 2 - max(exponent, -900)))
-            x.mul_(x)  # below 2**width
-            for limb in range(limbs - 1):
-                whole = x.to(torch.int64)  # truncates; the rest is exact, for the next limb
-                sums[limb] += whole.sum()
-                x.frac_().mul_(2.0**width)
-            sums[limbs - 1] += x.round_().to(torch.int64).sum()
+            sums += (fused or _limbs)(piece, scale, width, limbs)
     if add_up is not None:
         add_up(sums)
-    square = 0
-    for limb in sums.tolist():
-        square = (square << width) + limb
-    return torch.tensor(
-        math.ldexp(math.sqrt(square / (1 << limbs * width)), max(exponent, -900)),
-        dtype=torch.float32,
-        device=device,
-    )
+    *found, power, peak = torch.cat([sums, exponent.view(1), bits.view(1)]).tolist()
+    norm = 0.0
+    if peak == INFINITY:
+        norm = math.nan
+    elif peak:
+        square = 0
+        for limb in found:
+            square = (square << width) + limb
+        norm = math.ldexp(math.sqrt(square / (1 << limbs * width)), power)
+    return torch.tensor(norm, dtype=torch.float32, device=device)
+
+
+INFINITY = 0x7FF0_0000_0000_0000  # the bits of float64's
+
+
+def _limbs(piece: torch.Tensor, scale: torch.Tensor, width: int, limbs: int) -> torch.Tensor:
+    """Return the sum of the squares of `piece` (n,), times scale**2, as `limbs` integers of `width`
+    bits each, the highest first; (limbs,) int64."""
+    x = piece.double() * scale
+    x.mul_(x)  # below 2**width
+    sums = []
+    for _ in range(limbs - 1):
+        whole = x.to(torch.int64)  # truncates; the rest is exact, for the next limb
+        sums.append(whole.sum())
+        x.frac_().mul_(2.0**width)
+    sums.append(x.round_().to(torch.int64).sum())
+    return torch.stack(sums)
+
+
+@functools.cache
+def fused_limbs(
+    device: str, width: int, limbs: int
+) -> Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor] | None:
+    """Return `_limbs` compiled for a GPU to one pass over memory; None: on a CPU, or it could not
+    be compiled here."""
+    if device == "cpu":
+        return None
+    kernel = torch.compile(_limbs, dynamic=True)
+    scale = torch.ones((), dtype=torch.float64, device=device)
+    warm = functools.partial(kernel, torch.zeros(WARM_NUMEL, device=device), scale, width, limbs)
+    return kernel if _compiles(warm) else None
 
 
 # The bookkeeping of exact sums (`exact.py`): integer sums of a step's gradients on this rank, and
@@ -463,9 +515,15 @@ class Counting:
                 if not peak <= mine[i]:  # also true for NaN
                     mine[i] = math.inf if math.isnan(peak) else peak
         else:
-            where = torch.tensor(members, device=self.device)
             peaks = add_rounded_together(flat, shifts, total)
+            where = self._places(tuple(members))
             self._peaks[where] = torch.maximum(self._peaks[where], peaks.double())
+
+    @functools.cached_property
+    def _places(self) -> Callable[[tuple[int, ...]], torch.Tensor]:
+        """Return a function from indices to a tensor of them on the device. It keeps these, since a
+        copy from the host waits for all work of the device."""
+        return functools.cache(functools.partial(torch.tensor, device=self.device))
 
     def must_be_done(self, done: bool) -> None:
         """Raise BadInput unless all micro-batches of the step are `done`. Called before `agree`."""
@@ -479,14 +537,16 @@ class Counting:
         """Judge the step after its last micro-batch. Return True, on all ranks alike, if it must be
         repeated. Raises HarnessError after MAX_REPEATS repetitions."""
         peaks = torch.zeros(len(self.scales.exponents), dtype=torch.float64, device=self.device)
-        peaks[self._at] = torch.nan_to_num(self._peaks, nan=math.inf, posinf=math.inf)
-        bits = peaks.view(torch.int64)
-        parts = torch.zeros_like(bits)
-        parts[[self._at[i] for i in sorted(self._new_parts)]] = 1
-        both = torch.cat([bits, parts])
+        peaks[self._places(tuple(self._at))] = torch.nan_to_num(
+            self._peaks, nan=math.inf, posinf=math.inf
+        )
+        parts = torch.zeros(len(peaks), dtype=torch.int64, device=self.device)
+        if self._new_parts:
+            parts[[self._at[i] for i in sorted(self._new_parts)]] = 1
+        both = torch.cat([peaks.view(torch.int64), parts])
         if self.world > 1:
             dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        bits, parts = both[: len(bits)], both[len(bits) :]
+        bits, parts = torch.split(both.cpu(), len(peaks))  # the only wait of a step for its device
         self._found = bits.view(torch.float64).tolist()
         if bool(parts.any()):
             self._come_in_parts(parts.nonzero().view(-1).tolist())
@@ -546,14 +606,26 @@ class Counting:
             )
 
     def write(
-        self, i: int, total: torch.Tensor, weight: float | torch.Tensor, out: torch.Tensor
+        self,
+        members: Sequence[int],
+        total: torch.Tensor,
+        weight: float | torch.Tensor,
+        outs: Sequence[torch.Tensor],
     ) -> None:
-        """Write the gradient of (a piece of) parameter i to `out`: `total` divided by `weight`, or
-        NaN if a gradient of the step was NaN or infinite."""
+        """Write the gradients of the parameters `members`, or pieces of them, to `outs`: `total`
+        (n,), in which they lie one after the other, divided by `weight`; or NaN if a gradient of
+        the step was NaN or infinite."""
         if self.verdict is RoundingVerdict.BAD:
-            out.fill_(math.nan)
-        else:
-            divide_into(out, total, weight, self.scales.shift(self._at[i]), self.scratch)
+            for out in outs:
+                out.fill_(math.nan)
+            return
+        shifts = [self.scales.shift(self._at[i]) for i in members]
+        if self.device.type != "cpu":
+            divide_together(outs, total, weight, shifts)
+            return
+        pieces = torch.split(total, [out.numel() for out in outs])
+        for out, piece, shift in zip(outs, pieces, shifts, strict=True):
+            divide_into(out, piece, weight, shift, self.scratch)
 
     def applied(self) -> None:
         """Advance the units, after all gradients of a good step are written."""
