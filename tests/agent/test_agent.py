@@ -493,3 +493,15 @@ def test_tiers_that_make_no_sense_are_refused(nodes, flags):
     agent = nodes.start(*SLOW, agent=flags)
     assert agent.wait(200) not in (0, 33)
     assert "_tier" in nodes.logs()
+
+
+def test_nobody_waits_for_nodes_that_have_all_ended(nodes):
+    """A run that trains to its end while a test waits for something else of it fails the test at
+    once, with the nodes' logs."""
+    ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(33)"])
+    assert ended.wait(60) == 33
+    nodes.until(lambda: True)  # no node is needed for what is true
+    nodes.processes.append(ended)
+    nodes.until(lambda: True)
+    with pytest.raises(AssertionError, match=r"every node has ended, with \[33\]"):
+        nodes.until(lambda: False, timeout_s=5)

@@ -53,7 +53,18 @@ class Nodes:
         return [s.fact for s in read_facts(open_store(self.url)) if isinstance(s.fact, kind)]
 
     def until(self, condition, timeout_s=240):
-        until(condition, self.logs, timeout_s, every_s=0.1)
+        """Wait until `condition` is true. Fail, with the nodes' logs, after `timeout_s`, and at
+        once when every node has ended: then nobody is left to make it true."""
+
+        def met():
+            # before the look, which may be slow: a node may make it true and end meanwhile
+            ended = [p.poll() for p in self.processes]
+            found = condition()
+            left = not ended or None in ended
+            assert found or left, f"every node has ended, with {ended}:\n{self.logs()}"
+            return found
+
+        until(met, self.logs, timeout_s, every_s=0.1)
 
     def step(self):
         manifest = newest(self.url)
