@@ -18,6 +18,10 @@ from support.worlds import newest, same_training, train
 
 pytestmark = pytest.mark.mesh
 MESHED = Path(__file__).parents[1] / "support" / "meshed.py"
+# From the fourth on, a step takes 6 s until the test has seen everything (`dawdle`). A busy machine
+# spends many of them before a newcomer is ready, and the world does not grow once the last is made:
+# with so many, `until` gives up before the run ends.
+LONG = ("--total", "50")
 STATE = re.compile(r".*/snapshots/parts/[^/]+/r\d{5}-")  # not the lists of parts
 
 
@@ -25,7 +29,7 @@ STATE = re.compile(r".*/snapshots/parts/[^/]+/r\d{5}-")  # not the lists of part
 def whole(tmp_path_factory):
     """The same training on one rank that nothing disturbs."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    train(run, 1, "--whole", script=MESHED)
+    train(run, 1, "--whole", *LONG, script=MESHED)
     return run
 
 
@@ -44,7 +48,7 @@ class Counted:
         n = len(self.stages) + 1
         self.stages.append(self.nodes.run.parent / f"stage{n}")
         self.nodes.start(
-            *("--go", self.nodes.go, *flags),
+            *("--go", self.nodes.go, *LONG, *flags),
             script=MESHED,
             agent=("--set", f"stage_dir={self.stages[-1]}", *agent),
             env={**self.env, "AWS_ACCESS_KEY_ID": f"node{n}"},
@@ -68,6 +72,7 @@ def counted(nodes, monkeypatch):
         yield Counted(nodes, url, seen, monkeypatch)
 
 
+@pytest.mark.timeout(900)  # three epochs, and a machine may be busy; `until` gives up first
 @pytest.mark.parametrize(
     ("flags", "mesh", "count", "nproc", "how"),
     [
