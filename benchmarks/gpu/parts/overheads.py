@@ -34,18 +34,18 @@ from harness.worker.step_timing import (
 from storage.tensors.dcp import fingerprint
 
 BARE = "the same step without"
-STEPS = 3  # of one turn
+STEPS = 3  # micro-batches of one turn, at least
 CALLS = 300
 READINGS = 20
-DETERMINISTIC = "exact, deterministic kernels"
+DETERMINISTIC = ", deterministic kernels"
 
 
-def flags_of(bench: Bench) -> argparse.Namespace:
+def flags_of(bench: Bench, micros: int = 1) -> argparse.Namespace:
     tiny = bench.tiny
     return argparse.Namespace(
         size="1m" if tiny else "124m",
         seq=32 if tiny else 1024,
-        micros=1,
+        micros=micros,
         micro_batch=2 if tiny else 16,
         ranks=1,
         parallel="ddp",
@@ -55,8 +55,8 @@ def flags_of(bench: Bench) -> argparse.Namespace:
 class Step:
     """A step of `benchmarks/exact.py` in bf16. `reduce`: how its gradients are summed."""
 
-    def __init__(self, bench: Bench, reduce: str):
-        flags = flags_of(bench)
+    def __init__(self, bench: Bench, reduce: str, micros: int = 1):
+        flags = flags_of(bench, micros)
         self.way = Way(reduce, flags, bench.device)
         model = self.way.model
         model.forward = torch.autocast(bench.device.type, torch.bfloat16)(model.forward)
@@ -70,7 +70,8 @@ class Step:
 
     def deterministic(self) -> None:
         """Make a step as `attach(reduce="exact")` sets torch on a GPU."""
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
         try:
             self()
         finally:
@@ -90,17 +91,39 @@ def percent(found: dict[str, float], what: str, base: str) -> float:
 
 
 def exact(bench: Bench) -> None:
-    steps = {reduce: Step(bench, reduce) for reduce in ("fast", "exact", "exact32")}
-    ways: dict[str, Callable[[], Any]] = {
-        name: times(STEPS, step) for name, step in steps.items()
-    }
-    ways[DETERMINISTIC] = times(STEPS, steps["exact"].deterministic)
-    rounds = 2 if bench.tiny else 7
-    found = bench.in_turns(ways, rounds, warm=2)  # the first step of exact sums is done twice
-    ms = {name: 1e3 * s / STEPS for name, s in found.items()}
-    for name in ("exact", "exact32", DETERMINISTIC):
-        note = f"{percent(ms, name, 'fast'):+.2f} %; eager bf16, one micro-batch; {rounds} rounds"
-        bench.measured(f"step with sums {name}", ms[name], "ms", "fast", ms["fast"], note)
+    """Measure sums beside float sums; and apart, deterministic kernels, which exact sums need."""
+    for micros in (1, 4):
+        steps = {name: Step(bench, name, micros) for name in ("fast", "exact", "exact32")}
+        count = max(1, STEPS // micros)
+        ways: dict[str, Callable[[], Any]] = {
+            name: times(count, step) for name, step in steps.items()
+        }
+        for name in ("fast", "exact"):
+            ways[name + DETERMINISTIC] = times(count, steps[name].deterministic)
+        rounds = 2 if bench.tiny else 5
+        found = bench.in_turns(ways, rounds, warm=2)  # the first step of exact sums is done twice
+        ms = {name: 1e3 * s / count for name, s in found.items()}
+        for name, base in (
+            ("exact", "fast"),
+            ("exact32", "fast"),
+            ("exact" + DETERMINISTIC, "fast" + DETERMINISTIC),
+            ("fast" + DETERMINISTIC, "fast"),
+        ):
+            note = f"{percent(ms, name, base):+.2f} %; eager bf16; {rounds} rounds"
+            what = f"step of {micros} micro-batches with sums {name}"
+            bench.measured(what, ms[name], "ms", base, ms[base], note)
+        if micros == 1:
+            where_it_goes(steps["exact"])
+
+
+def where_it_goes(step: Step) -> None:
+    """Print what the device and the host do in a step with exact sums."""
+    with torch.profiler.profile() as profile:
+        step()
+        step()
+    print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=12))
+    if step.way.device.type == "cuda":
+        print(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=30))
 
 
 def marks_and_votes(bench: Bench) -> None:

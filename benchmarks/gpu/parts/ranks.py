@@ -70,7 +70,7 @@ def run(bench: Bench) -> None:
                     print(f"{name}: {mark}", file=sys.stderr)
             it.close()
 
-    with ThreadPoolExecutor(1 if bench.tiny else len(WAYS)) as pool:
+    with ThreadPoolExecutor(2 if bench.tiny else len(WAYS)) as pool:
         found = {name: pool.submit(one, name) for name in WAYS}
         wanted = ""
         for name, future in found.items():
