@@ -57,10 +57,11 @@ PARTS = (
     Part("precision", "fp16 with a scaler, bf16, fp8, compiled or not: resumed to the bit", 90),
     Part("sharded", "FSDP2, with and without offload: resumed to the bit", 75),
     Part("health", "NVML's readings and reports", 20),
-    Part("pause", "what a snapshot costs the training", 150, check=False),
+    Part("pause", "what a snapshot costs the training", 110, check=False),
     Part("pretrain", "tokens/s and MFU of the reference trainer beside plain PyTorch", 150, False),
     Part("overheads", "exact sums, step timing, votes", 90, check=False),
     Part("start", "to the first step, and from a loss to the next step", 60, check=False),
+    Part("pause-large", "what a large one costs", 70, False, "benchmarks.gpu.parts.pause"),
 )
 SECOND_S = 1.0
 MOST_LOG = 200_000  # characters of a part's log that are kept

@@ -24,7 +24,7 @@ from harness.node.marks import ATTACHED, MarkReader, Want
 from harness.worker.batches.feed import Feed
 from harness.worker.batches.loader import MicroBatch, seed_everything, to_device
 from harness.worker.boundary import VoteResult
-from harness.worker.gradients.parallel import Replicated
+from harness.worker.gradients.parallel import Replicated, Sharded, Single
 from harness.worker.process_group import Peers
 from harness.worker.run_context import Run
 from harness.worker.snapshot_timer import Rhythm
@@ -384,6 +384,14 @@ class Work:
         floats, weight = self.summed(sums)
         for settle in self.training.hooks.before_update:
             settle(sum(sums.shares) or self.batching.micro_batches, False)
+        if type(strategy) in DIVIDED_BY_CLIPPING and clip_norm is not None and scaler is None:
+            if of:
+                self._forget_others(of)
+            norm = strategy.norm() / weight
+            floats[2] = norm
+            # the division is in the coefficient: one pass over the gradients less
+            strategy.clip((clip_norm / (norm + 1e-6)).clamp(max=1.0) / weight)
+            return floats
         strategy.divide(weight)
         if of:
             self._forget_others(of)
@@ -421,6 +429,8 @@ class Work:
         """Seed code that runs between two steps (an evaluation), alike on any world."""
         seed_everything(seed_for(self.feed.seed, self.run.step, self.batching.micro_batches))
 
+
+DIVIDED_BY_CLIPPING = (Single, Replicated, Sharded)  # strategies whose `divide` does no more
 
 # Optimizer updates as a script sees them: their micro-batches, backward, and an update that may
 # be divided into its parts.

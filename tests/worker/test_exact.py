@@ -141,6 +141,7 @@ def test_the_fused_kernel_makes_the_same_integers(monkeypatch, tmp_path):
     """The GPU's kernel, compiled for this CPU."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(fixed_point, "FUSE_FROM", 100)
+    monkeypatch.setattr(fixed_point, "ALONE_FROM", 1000)
     assert fixed_point.fused_kernel("cpu") is not None
     sizes, shifts = [40, 7, 1000, 100, 3, 5001], [40, 3, 141, 149, 0, 20]
     for word in (torch.int64, torch.int32):

@@ -48,7 +48,8 @@ def run(bench: Bench) -> None:
     small = [(), (1,), (7,), (33, 129), (-51, 301), (16, 8, -3, 3), (1000,)]
     # around the size from which the kernel is a fused one, and at odd places behind small ones
     large = [*small, (f - 1,), (f,), (5,), (f + 1,), (3 * f + 17,)]
-    with patch.object(fixed_point, "FUSE_FROM", f):
+    alone = patch.object(fixed_point, "ALONE_FROM", f)
+    with alone, patch.object(fixed_point, "FUSE_FROM", f):
         attempt(bench, "fingerprints", fingerprints)
         _compare(bench, "small gradients", small, ("fp32", "exact"))
         attempt(bench, "what is not finite: small gradients", lambda b: not_finite(b, small))

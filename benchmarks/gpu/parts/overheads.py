@@ -53,12 +53,15 @@ def flags_of(bench: Bench, micros: int = 1) -> argparse.Namespace:
 
 
 class Step:
-    """A step of `benchmarks/exact.py` in bf16. `reduce`: how its gradients are summed."""
+    """A step of `benchmarks/exact.py` in bf16, its blocks compiled on a GPU. `reduce`: how its gradients are summed."""
 
     def __init__(self, bench: Bench, reduce: str, micros: int = 1):
         flags = flags_of(bench, micros)
         self.way = Way(reduce, flags, bench.device)
         model = self.way.model
+        if not bench.tiny:
+            for block in model.blocks:
+                block.compile()
         model.forward = torch.autocast(bench.device.type, torch.bfloat16)(model.forward)
         g = torch.Generator().manual_seed(0)
         shape = (flags.micros, flags.micro_batch, flags.seq + 1)
@@ -109,7 +112,7 @@ def exact(bench: Bench) -> None:
             ("exact" + DETERMINISTIC, "fast" + DETERMINISTIC),
             ("fast" + DETERMINISTIC, "fast"),
         ):
-            note = f"{percent(ms, name, base):+.2f} %; eager bf16; {rounds} rounds"
+            note = f"{percent(ms, name, base):+.2f} %; bf16, compiled blocks; {rounds} rounds"
             what = f"step of {micros} micro-batches with sums {name}"
             bench.measured(what, ms[name], "ms", base, ms[base], note)
         if micros == 1:

@@ -29,7 +29,8 @@ LEAST_BITS = 12  # of one micro-batch's part of a word; fewer would be too coars
 # a parameter's first gradients are assumed to be below 2**15 (losses are sums over a micro-batch's
 # samples or tokens)
 FIRST = 15
-FUSE_FROM = 1 << 18  # elements from which a separate GPU kernel pays off
+# elements from which a fused GPU kernel pays off: for gradients together, and for one alone
+FUSE_FROM, ALONE_FROM = 1 << 18, 1 << 22
 WARM_NUMEL = 1 << 22  # elements of the gradient with which that kernel is compiled
 # elements per pass on a CPU: few enough to stay in its cache over several passes, and enough that
 # Python's overhead is small
@@ -189,50 +190,59 @@ def _add_chunk(
 def add_rounded_together(
     grads: list[torch.Tensor], shifts: Sequence[int], total: torch.Tensor
 ) -> torch.Tensor:
-    """Add like `add_rounded`, on a GPU and for any size: few kernels for small gradients, a fused
-    one for each large gradient.
+    """Add like `add_rounded`, on a GPU and for any size: few kernels for all small gradients, a
+    fused one for each large gradient.
 
     Return the peaks, (len(grads),).
     """
-    fused = fused_kernel(total.device.type) if any(g.numel() >= FUSE_FROM for g in grads) else None
+    fused = fused_kernel(total.device.type) if total.numel() >= FUSE_FROM else None
     if fused is None:
         return _add_in_steps(grads, shifts, total)
     peaks: list[torch.Tensor] = []
     offset = 0
     for large, run in groupby(
-        zip(grads, shifts, strict=True), key=lambda pair: pair[0].numel() >= FUSE_FROM
+        zip(grads, shifts, strict=True), key=lambda pair: pair[0].numel() >= ALONE_FROM
     ):
         some, their = zip(*run, strict=True)
         if large:
             for g, shift in zip(some, their, strict=True):
-                peaks.append(
-                    fused(
-                        g, _factors(shift, g.dtype, g.device), total[offset : offset + g.numel()]
-                    ).view(1)
-                )
+                factors = _factors(shift, g.dtype, g.device)
+                peaks.append(fused(g, factors, total[offset : offset + g.numel()]).view(1))
                 offset += g.numel()
         else:
             size = sum(g.numel() for g in some)
-            peaks.append(_add_in_steps(list(some), their, total[offset : offset + size]))
+            peaks.append(_add_in_steps(list(some), their, total[offset : offset + size], fused))
             offset += size
     return torch.cat(peaks)
 
 
+Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 def _add_in_steps(
-    grads: list[torch.Tensor], shifts: Sequence[int], total: torch.Tensor
+    grads: list[torch.Tensor],
+    shifts: Sequence[int],
+    total: torch.Tensor,
+    fused: Fused | None = None,
 ) -> torch.Tensor:
+    """`fused`: the kernel for the last step, if there is one."""
     if not all(g.numel() for g in grads):  # a norm of nothing is an error
         full = [i for i, g in enumerate(grads) if g.numel()]
         peaks = total.new_zeros(len(grads), dtype=grads[0].dtype)
         if full:
             some = [grads[i] for i in full], [shifts[i] for i in full]
-            peaks[full] = _add_in_steps(*some, total)
+            peaks[full] = _add_in_steps(*some, total, fused)
         return peaks
     peaks = torch.stack(torch._foreach_norm(grads, math.inf))
-    scaled = torch._foreach_mul(grads, [2.0 ** min(shift, 126) for shift in shifts])
+    scaled = torch.cat(grads)
+    pieces = torch.split(scaled, [g.numel() for g in grads])
+    torch._foreach_mul_(pieces, [2.0 ** min(shift, 126) for shift in shifts])
     if max(shifts) > 126:
-        torch._foreach_mul_(scaled, [2.0 ** max(shift - 126, 0) for shift in shifts])
-    total.add_(torch.cat(scaled).round_().to(total.dtype))
+        torch._foreach_mul_(pieces, [2.0 ** max(shift - 126, 0) for shift in shifts])
+    if fused is None:
+        total.add_(scaled.round_().to(total.dtype))
+    else:
+        fused(scaled, _factors(0, scaled.dtype, scaled.device), total)
     return peaks
 
 
@@ -251,9 +261,7 @@ def _add_and_peak(grad: torch.Tensor, factors: torch.Tensor, total: torch.Tensor
 
 
 @functools.cache
-def fused_kernel(
-    device: str,
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
+def fused_kernel(device: str) -> Fused | None:
     """Return `_add_and_peak` compiled to one pass over memory; single steps move more than twice as
     many bytes. None: it could not be compiled here."""
     kernel = torch.compile(_add_and_peak, dynamic=True)
@@ -430,7 +438,9 @@ class Counting:
         self.scales = Scales(len(whole) or len(parameters), word)
         self.scratch = Scratch()
         self._names = names
+        # the greatest |gradient| of each parameter; not on a CPU: in the groups that came together
         self._peaks = torch.zeros(len(parameters), dtype=torch.float64, device=self.device)
+        self._peaks_of: dict[tuple[int, ...], torch.Tensor] = {}
         self._found: list[float] = []  # the peaks over all ranks, once `agree` has run
         self._seen: set[int] = set()  # in this micro-batch
         # Parameters whose gradients come in several parts for one micro-batch, on any rank: by
@@ -467,6 +477,7 @@ class Counting:
     def clear(self) -> None:
         """Forget peaks and verdict, before a step or a repetition of it."""
         self._peaks.zero_()
+        self._peaks_of.clear()
         self._seen.clear()
         self._new_parts.clear()
         self.verdict = None
@@ -516,8 +527,9 @@ class Counting:
                     mine[i] = math.inf if math.isnan(peak) else peak
         else:
             peaks = add_rounded_together(flat, shifts, total)
-            where = self._places(tuple(members))
-            self._peaks[where] = torch.maximum(self._peaks[where], peaks.double())
+            key = tuple(members)
+            before = self._peaks_of.get(key)
+            self._peaks_of[key] = peaks if before is None else torch.maximum(before, peaks)
 
     @functools.cached_property
     def _places(self) -> Callable[[tuple[int, ...]], torch.Tensor]:
@@ -536,6 +548,8 @@ class Counting:
     def agree(self) -> bool:
         """Judge the step after its last micro-batch. Return True, on all ranks alike, if it must be
         repeated. Raises HarnessError after MAX_REPEATS repetitions."""
+        if self._peaks_of:
+            self._gather_peaks()
         peaks = torch.zeros(len(self.scales.exponents), dtype=torch.float64, device=self.device)
         peaks[self._places(tuple(self._at))] = torch.nan_to_num(
             self._peaks, nan=math.inf, posinf=math.inf
@@ -564,6 +578,16 @@ class Counting:
                 "deterministic kernels (torch.use_deterministic_algorithms)"
             )
         return True
+
+    def _gather_peaks(self) -> None:
+        members = [i for key in self._peaks_of for i in key]
+        if len(set(members)) == len(members):
+            groups = {tuple(members): torch.cat(list(self._peaks_of.values()))}
+        else:  # some also came in other company
+            groups = self._peaks_of
+        for key, found in groups.items():
+            where = self._places(key)
+            self._peaks[where] = torch.maximum(self._peaks[where], found.double())
 
     def _come_in_parts(self, places: Iterable[int]) -> None:
         """Add places in the whole model to the parameters whose gradients come in parts."""

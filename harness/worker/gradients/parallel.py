@@ -219,8 +219,10 @@ class Single(WholeStage):
         return total
 
     def clip(self, coefficient: torch.Tensor) -> None:
-        for grad in self._grads():
-            grad.mul_(coefficient.to(grad.dtype))
+        grads = self._grads()
+        for dtype in {grad.dtype for grad in grads}:
+            some = [grad for grad in grads if grad.dtype is dtype]
+            torch._foreach_mul_(some, coefficient.to(dtype))
 
     def zero(self) -> None:
         for p in self.parameters:
