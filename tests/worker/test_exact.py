@@ -184,6 +184,8 @@ def test_the_fused_norm_is_the_plain_one(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     parts = [torch.randn(n) * 2.0**k for n, k in ((5, -100), (3000, 3), (70_001, 3))]
     parts += [torch.randn(4000).to(dtype) for dtype in (torch.bfloat16, torch.float16)]
+    monkeypatch.setattr(fixed_point, "FUSE_FROM", 0)
+    monkeypatch.setattr(fixed_point, "fused_limbs", lambda *_: None)
     wanted = exact_norm(parts, 80_000, parts[0].device)
     compiled = torch.compile(fixed_point._limbs, dynamic=True)
     calls = []
@@ -334,6 +336,13 @@ def test_the_norm_of_a_great_model_is_still_exact():
 
 
 # ---- the strategies, in one process --------------------------------------------------------------
+@pytest.fixture(params=["in chunks", "together"])
+def way(request, monkeypatch):
+    """As a CPU takes gradients, and as a GPU does."""
+    if request.param == "together":
+        monkeypatch.setattr(fixed_point, "CHUNKED", set())
+
+
 def net(dtype=torch.float32):
     torch.manual_seed(0)
     return nn.Sequential(
@@ -368,6 +377,7 @@ def make(word=64, micro_batches=6, **how):
     return model, strategy
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_step_in_any_order_gives_the_same_gradients(dtype):
     results = []
@@ -397,6 +407,7 @@ def test_a_step_in_any_order_gives_the_same_gradients(dtype):
         torch.testing.assert_close(g, (total / 24).to(dtype), rtol=1e-6, atol=1e-12)
 
 
+@pytest.mark.usefixtures("way")
 def test_the_first_step_of_32_bits_is_done_once():
     results = []
     for order in (range(6), [5, 3, 1, 0, 2, 4]):
@@ -413,6 +424,7 @@ def test_the_first_step_of_32_bits_is_done_once():
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.usefixtures("way")
 def test_a_spike_repeats_the_step_and_the_state_travels():
     model, strategy = make()
     run_step(model, strategy, range(6))
@@ -432,6 +444,7 @@ def test_a_spike_repeats_the_step_and_the_state_travels():
     assert differences({"torch": "1.0"}, {"torch": "2.0"}) == "torch was '1.0', here it is '2.0'"
 
 
+@pytest.mark.usefixtures("way")
 def test_a_gradient_that_is_not_finite_spoils_all_and_changes_no_unit():
     model, strategy = make()
     run_step(model, strategy, range(6))
@@ -443,6 +456,7 @@ def test_a_gradient_that_is_not_finite_spoils_all_and_changes_no_unit():
     assert strategy.state_dict() == before
 
 
+@pytest.mark.usefixtures("way")
 def test_unusual_steps_are_told_apart():
     model, strategy = make()
     strategy.micro(last=False)
@@ -459,6 +473,7 @@ def chunks(model, m):
         yield model(half).float().square().sum()
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("word", [32, 64])
 def test_gradients_may_come_in_parts(word):
     """The first step is done again, for nobody knew; then each micro-batch is added up whole."""
@@ -497,6 +512,7 @@ def test_gradients_may_come_in_parts(word):
         torch.testing.assert_close(p.grad, g, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("way")
 def test_float_sums_in_parts_are_not_sent_too_early():
     model, whole = net(), net()
     strategy = Replicated(model.parameters(), bucket_bytes=1000)
@@ -529,6 +545,7 @@ def test_float_sums_in_parts_are_not_sent_too_early():
         second.backward()
 
 
+@pytest.mark.usefixtures("way")
 def test_a_backward_that_gives_other_numbers_each_time_ends_with_a_reason():
     model, strategy = make()
     # the last of several repeats raises
@@ -539,6 +556,7 @@ def test_a_backward_that_gives_other_numbers_each_time_ends_with_a_reason():
             strategy.again()
 
 
+@pytest.mark.usefixtures("way")
 def test_parameters_that_take_no_part_stay_still():
     model, strategy = make()
     model.spare = nn.Parameter(torch.ones(3))  # after the strategy: unknown to it
@@ -552,6 +570,7 @@ def test_parameters_that_take_no_part_stay_still():
     assert strategy.counting.scales.exponents == [None, 1, 1, None]
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
     "make_optimizer", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)]
 )

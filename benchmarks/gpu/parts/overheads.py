@@ -53,7 +53,8 @@ def flags_of(bench: Bench, micros: int = 1) -> argparse.Namespace:
 
 
 class Step:
-    """A step of `benchmarks/exact.py` in bf16, its blocks compiled on a GPU. `reduce`: how its gradients are summed."""
+    """A step of `benchmarks/exact.py` in bf16, its blocks compiled on a GPU. `reduce`: how its
+    gradients are summed."""
 
     def __init__(self, bench: Bench, reduce: str, micros: int = 1):
         flags = flags_of(bench, micros)

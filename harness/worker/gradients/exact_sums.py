@@ -54,7 +54,7 @@ from torch import nn
 
 from harness.core.world import BadInput
 from harness.worker.gradients.fixed_point import NAMES, WORDS, Counting
-from harness.worker.gradients.parallel import BUCKET_BYTES, Replicated, Sharded, staged_on
+from harness.worker.gradients.parallel import BUCKET_BYTES, Replicated, Sharded, laid_out, staged_on
 from harness.worker.gradients.sharding import (
     fsdp_groups,
     is_sharded,
@@ -343,6 +343,9 @@ class _Unit:
     here: int = 0  # how many of them have come in this micro-batch
 
 
+BUCKETS_ALONE = 4  # of a single rank: times the size of a bucket that is sent
+
+
 class ExactReplicated(Replicated):
     """Exact sums where every rank holds the whole model. A parameter's gradient is turned into
     integers as soon as backward has computed it, and is then freed.
@@ -374,15 +377,14 @@ class ExactReplicated(Replicated):
         self._last = False  # the last micro-batch of a step has begun
 
     def _build(self, bucket_bytes: int) -> None:
-        super()._build(bucket_bytes)
+        # alone, nothing is sent while the backward goes on: fewer and larger buckets
+        super()._build(bucket_bytes * (BUCKETS_ALONE if self._world == 1 else 1))
         self._lay_out()
 
     def _lay_out(self) -> None:
         """Allocate the integers of all parameters, in the type that the next step needs."""
-        self._sums = [
-            torch.zeros(len(flat), dtype=self.counting.integers, device=flat.device)
-            for flat in self._flats
-        ]
+        pieces = [(len(flat), self.counting.integers, flat.device) for flat in self._flats]
+        self._all_sums, self._sums = laid_out(pieces)
         self._totals: list[torch.Tensor] = []  # by index of the parameter
         self._units: list[_Unit] = []
         self._unit_of: list[_Unit] = []  # by index of the parameter
@@ -497,13 +499,13 @@ class ExactReplicated(Replicated):
         self.counting.applied()
 
     def norm(self) -> torch.Tensor:
-        return self.counting.norm(self._flats, stages=self.stages)
+        return self.counting.norm(self._wholes, stages=self.stages)
 
     def _clear(self) -> None:
         if self._sums and self._sums[0].dtype is not self.counting.integers:
             self._lay_out()
         else:
-            for total in self._sums:
+            for total in self._all_sums:
                 total.zero_()
         self.counting.clear()
 

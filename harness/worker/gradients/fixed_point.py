@@ -30,8 +30,9 @@ LEAST_BITS = 12  # of one micro-batch's part of a word; fewer would be too coars
 # samples or tokens)
 FIRST = 15
 # elements from which a fused GPU kernel pays off: for gradients together, and for one alone
-FUSE_FROM, ALONE_FROM = 1 << 18, 1 << 22
+FUSE_FROM, ALONE_FROM = 1 << 20, 1 << 22
 WARM_NUMEL = 1 << 22  # elements of the gradient with which that kernel is compiled
+CHUNKED = {"cpu"}  # types of devices whose gradients are taken in chunks
 # elements per pass on a CPU: few enough to stay in its cache over several passes, and enough that
 # Python's overhead is small
 CHUNK = 1 << 17
@@ -345,34 +346,38 @@ def exact_norm(
     bits = torch.nan_to_num(top, nan=math.inf, posinf=math.inf).view(torch.int64)
     if greatest is not None:
         greatest(bits)
-    # |x| < 2**exponent; all stays on the device until the end, so that nothing waits for the host
-    exponent = torch.frexp(bits.view(torch.float64)).exponent.long().clamp(min=-900)
+    # |x| < 2**exponent; all stays on the device, so that no host waits for it
+    exponent = torch.frexp(bits.view(torch.float64)).exponent.long().clamp(-900, 1000)
     width = (62 - numel.bit_length()) // 2 * 2  # bits of a limb: numel of them sum below 2**62
     # all rounding in the last limb together is below 2**-22 of the greatest square
     limbs = -(-(numel.bit_length() + 22) // width)
-    scale = (1023 + width // 2 - exponent << 52).view(torch.float64)  # the bits of 2**(...)
+    scale = _power_of_two(width // 2 - exponent)
     sums = torch.zeros(limbs, dtype=torch.int64, device=device)
     for part in parts:
         # one kernel for all of it, but for wide floats: their squares are rounded
-        fused = fused_limbs(device.type, width, limbs) if part.dtype.itemsize <= 4 else None
+        fused = fused_limbs(device.type, width, limbs) if _is_worth_fusing(part) else None
         size = part.numel() if fused else CHUNK if device.type == "cpu" else 1 << 24
         for piece in torch.split(part, size):
             sums += (fused or _limbs)(piece, scale, width, limbs)
     if add_up is not None:
         add_up(sums)
-    *found, power, peak = torch.cat([sums, exponent.view(1), bits.view(1)]).tolist()
-    norm = 0.0
-    if peak == INFINITY:
-        norm = math.nan
-    elif peak:
-        square = 0
-        for limb in found:
-            square = (square << width) + limb
-        norm = math.ldexp(math.sqrt(square / (1 << limbs * width)), power)
-    return torch.tensor(norm, dtype=torch.float32, device=device)
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for limb in sums.double():
+        square = square * 2.0**width + limb
+    norm = (square * 2.0 ** (-limbs * width)).sqrt() * _power_of_two(exponent)
+    return torch.where(bits == INFINITY, math.nan, norm).float()
 
 
 INFINITY = 0x7FF0_0000_0000_0000  # the bits of float64's
+
+
+def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """Return 2**exponents, exactly; int64 -> float64."""
+    return (exponents + 1023 << 52).view(torch.float64)
+
+
+def _is_worth_fusing(part: torch.Tensor) -> bool:
+    return part.dtype.itemsize <= 4 and part.numel() >= FUSE_FROM
 
 
 def _limbs(piece: torch.Tensor, scale: torch.Tensor, width: int, limbs: int) -> torch.Tensor:
@@ -492,7 +497,7 @@ class Counting:
         size = 0
         for i in members:
             numel = self.parameters[i].numel()
-            if not units or (self.device.type == "cpu" and size + numel > CHUNK):
+            if not units or (self.device.type in CHUNKED and size + numel > CHUNK):
                 units.append([])
                 size = 0
             units[-1].append(i)
@@ -518,7 +523,7 @@ class Counting:
         widest = torch.float64 if any(g.dtype is torch.float64 for g in flat) else torch.float32
         flat = [g if g.dtype is widest else g.to(widest) for g in flat]
         shifts = [self.scales.shift(self._at[i]) for i in members]
-        if self.device.type == "cpu":
+        if self.device.type in CHUNKED:
             mine = self._peaks.numpy()
             for i, peak in zip(
                 members, add_rounded(flat, shifts, total, self.scratch), strict=True
@@ -548,8 +553,7 @@ class Counting:
     def agree(self) -> bool:
         """Judge the step after its last micro-batch. Return True, on all ranks alike, if it must be
         repeated. Raises HarnessError after MAX_REPEATS repetitions."""
-        if self._peaks_of:
-            self._gather_peaks()
+        self._gather_peaks()
         peaks = torch.zeros(len(self.scales.exponents), dtype=torch.float64, device=self.device)
         peaks[self._places(tuple(self._at))] = torch.nan_to_num(
             self._peaks, nan=math.inf, posinf=math.inf
@@ -580,6 +584,8 @@ class Counting:
         return True
 
     def _gather_peaks(self) -> None:
+        if not self._peaks_of:
+            return
         members = [i for key in self._peaks_of for i in key]
         if len(set(members)) == len(members):
             groups = {tuple(members): torch.cat(list(self._peaks_of.values()))}
@@ -644,7 +650,7 @@ class Counting:
                 out.fill_(math.nan)
             return
         shifts = [self.scales.shift(self._at[i]) for i in members]
-        if self.device.type != "cpu":
+        if self.device.type not in CHUNKED:
             divide_together(outs, total, weight, shifts)
             return
         pieces = torch.split(total, [out.numel() for out in outs])

@@ -251,6 +251,28 @@ def buckets_of(
     return groups
 
 
+PIECE_NUMEL = 64  # a piece begins at a multiple of so many elements, for the kernels' sake
+
+
+def laid_out(
+    pieces: Sequence[tuple[int, torch.dtype, torch.device]],
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return zeros, in one tensor (n,) for each dtype and device, and its pieces, given by number
+    of elements, dtype and device, in their order."""
+    ends: dict[tuple[torch.dtype, torch.device], int] = {}
+    begins = []
+    for numel, dtype, device in pieces:
+        begins.append(ends.get((dtype, device), 0))
+        ends[dtype, device] = begins[-1] + -(-numel // PIECE_NUMEL) * PIECE_NUMEL
+    wholes = {
+        (dtype, device): torch.zeros(end, dtype=dtype, device=device)
+        for (dtype, device), end in ends.items()
+    }
+    given = zip(pieces, begins, strict=True)
+    cut = [wholes[dtype, device][first : first + n] for (n, dtype, device), first in given]
+    return list(wholes.values()), cut
+
+
 class Replicated(WholeStage):
     """The strategy where every rank holds the whole model. Gradients are summed over ranks in flat
     buckets, during the last backward: the first gradient of a step is copied into its place in the
@@ -279,6 +301,7 @@ class Replicated(WholeStage):
         self._group = group
         self._world = dist.get_world_size(group) if dist.is_initialized() else 1
         self._flats: list[torch.Tensor] = []
+        self._wholes: list[torch.Tensor] = []  # what the buckets are pieces of, one for each dtype
         self._views: dict[nn.Parameter, torch.Tensor] = {}
         self._bucket_of: dict[nn.Parameter, int] = {}
         self._build(bucket_bytes)
@@ -295,11 +318,10 @@ class Replicated(WholeStage):
     def _build(self, bucket_bytes: int) -> None:
         groups = buckets_of(reversed(self.parameters), bucket_bytes)
         self._sizes = [len(group) for group in groups]
-        for number, group in enumerate(groups):
-            flat = torch.zeros(
-                sum(p.numel() for p in group), dtype=group[0].dtype, device=group[0].device
-            )
-            self._flats.append(flat)
+        self._wholes, self._flats = laid_out(
+            [(sum(p.numel() for p in g), g[0].dtype, g[0].device) for g in groups]
+        )
+        for number, (group, flat) in enumerate(zip(groups, self._flats, strict=True)):
             offset = 0
             for p in group:
                 view = flat[offset : offset + p.numel()].view_as(p)
