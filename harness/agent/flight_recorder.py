@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from harness.bucket.layout import profile_key
@@ -41,15 +42,24 @@ def on_gpus() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
+def torch_version() -> tuple[int, int]:
+    """Return the major and minor number of the installed torch, which is not imported here; (0, 0)
+    without one."""
+    with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
+        major, minor, *_ = metadata.version("torch").split(".")
+        return int(major), int(minor)
+    return 0, 0
+
+
 def recorder_environment(folder: Path, theirs: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for workers, except those that are set already (`theirs`). Includes names
-    from before torch 2.9."""
+    """Return variables for workers, except those that are set already (`theirs`)."""
     stem = str(folder / "flight-")
+    size, file = "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"
+    if torch_version() < (2, 9):
+        size, file = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
     ours = {
-        "TORCH_FR_BUFFER_SIZE": str(ENTRIES),
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(ENTRIES),
-        "TORCH_FR_DUMP_TEMP_FILE": stem,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": stem,
+        size: str(ENTRIES),
+        file: stem,
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": stem,
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }

@@ -617,15 +617,14 @@ def attach(
     they share it, {"dp_shard": 8, "tp": 2}, or several to choose from (docs/MESHES.md); default
     HARNESS_MESH, which `harness run --mesh` sets. `timeout_s`: of an exchange between ranks, in
     seconds; None: torch's default. `backend`: of the process group; None: gloo, and nccl for
-    tensors on GPUs (gloo for these too if ranks share a GPU, which NCCL refuses).
-    `deterministic`: torch uses deterministic kernels, and raises where it has none; None: with
-    exact sums on GPUs; False: torch's settings are not changed.
-    `votes_late`: the ranks' votes are counted one step later, so that no
-    step waits for another rank's host; None: on GPUs. `peak_flops`: FLOP/s of this rank's device,
-    for MFU; None: derived from its name and the model's precision. `config`: other values that the
-    result depends on (a dict, dataclass, Namespace, ...), for trackers. `on_change`: "refuse",
-    "warn" or "accept" if the setup differs from the one that the run began with; None:
-    HARNESS_ON_CHANGE, else "warn" (docs/REPRODUCE.md).
+    tensors on GPUs (gloo for these too if ranks share a GPU, which NCCL refuses). `deterministic`:
+    torch uses deterministic kernels, and raises where it has none; None: with exact sums on GPUs;
+    False: torch's settings are not changed. `votes_late`: the ranks' votes are counted one step
+    later, so that no step waits for another rank's host; None: on GPUs. `peak_flops`: FLOP/s of
+    this rank's device, for MFU; None: derived from its name and the model's precision. `config`: other
+    values that the result depends on (a dict, dataclass, Namespace, ...), for trackers.
+    `on_change`: "refuse", "warn" or "accept" if the setup differs from the one that the run began
+    with; None: HARNESS_ON_CHANGE, else "warn" (docs/REPRODUCE.md).
 
     Side effects: it seeds Python's, numpy's and torch's generators, here and before every
     micro-batch; makes this rank's GPU the current device; joins the process group if WORLD_SIZE is

@@ -238,13 +238,11 @@ class World:
         """Give every rank the greatest peaks and the sums of all ranks' integers."""
         if len(self.strategies) == 1:
             return
-        for strategy in self.strategies:
-            strategy.counting._gather_peaks()
-        peaks = torch.stack([s.counting._peaks for s in self.strategies]).amax(0)
+        peaks = torch.stack([s.counting._peaks.gathered() for s in self.strategies]).amax(0)
         buckets = zip(*(s._sums for s in self.strategies), strict=True)
         totals = [torch.stack(bucket).sum(0, dtype=bucket[0].dtype) for bucket in buckets]
         for strategy in self.strategies:
-            strategy.counting._peaks.copy_(peaks)
+            strategy.counting._peaks.all.copy_(peaks)
             for mine, total in zip(strategy._sums, totals, strict=True):
                 mine.copy_(total)
 

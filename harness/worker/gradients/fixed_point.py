@@ -312,8 +312,8 @@ def divide_together(
     weight: float | torch.Tensor,
     shifts: Sequence[int],
 ) -> None:
-    """Do `divide_into` for several pieces of `total`, one after the other, each with its shift: on
-    a GPU, with few passes over memory."""
+    """Write the quotients of several pieces of `total`, as `divide_into` does for one. On a GPU
+    this takes few passes over memory. The pieces lie one after the other."""
     if not isinstance(weight, torch.Tensor):
         # a GPU would multiply by the reciprocal of a number, which rounds twice
         weight = torch.full((), weight, dtype=torch.float64, device=total.device)
@@ -414,6 +414,37 @@ def fused_limbs(
 MAX_REPEATS = 4  # of one step; one is enough when backward is deterministic
 
 
+class Peaks:
+    """The greatest |gradient| of each parameter in a step: `all` (n,), float64, once `gathered`.
+    Those of parameters whose gradients came together are kept together until then, since many small
+    kernels would keep a GPU waiting."""
+
+    def __init__(self, count: int, device: torch.device):
+        self.all = torch.zeros(count, dtype=torch.float64, device=device)
+        self._of: dict[tuple[int, ...], torch.Tensor] = {}
+        # Return a tensor of these indices on the device; it is kept, since a copy from the host
+        # waits for all that the device was told.
+        self.places = functools.cache(functools.partial(torch.tensor, device=device))
+
+    def clear(self) -> None:
+        self.all.zero_()
+        self._of.clear()
+
+    def add(self, members: tuple[int, ...], peaks: torch.Tensor) -> None:
+        """Note the peaks (len(members),) of one micro-batch."""
+        before = self._of.get(members)
+        self._of[members] = peaks if before is None else torch.maximum(before, peaks)
+
+    def gathered(self) -> torch.Tensor:
+        groups, members = self._of, tuple(i for key in self._of for i in key)
+        if len(set(members)) == len(members) > 0:  # else some also came in other company
+            groups = {members: torch.cat(list(groups.values()))}
+        for key, found in groups.items():
+            where = self.places(key)
+            self.all[where] = torch.maximum(self.all[where], found.double())
+        return self.all
+
+
 class Counting:
     """Rounding of gradients to integers, with the units of a whole model and the verdict of a step.
     Both exact strategies share it. Every rank knows the units of the whole model, even if it holds
@@ -443,9 +474,7 @@ class Counting:
         self.scales = Scales(len(whole) or len(parameters), word)
         self.scratch = Scratch()
         self._names = names
-        # the greatest |gradient| of each parameter; not on a CPU: in the groups that came together
-        self._peaks = torch.zeros(len(parameters), dtype=torch.float64, device=self.device)
-        self._peaks_of: dict[tuple[int, ...], torch.Tensor] = {}
+        self._peaks = Peaks(len(parameters), self.device)
         self._found: list[float] = []  # the peaks over all ranks, once `agree` has run
         self._seen: set[int] = set()  # in this micro-batch
         # Parameters whose gradients come in several parts for one micro-batch, on any rank: by
@@ -481,8 +510,7 @@ class Counting:
 
     def clear(self) -> None:
         """Forget peaks and verdict, before a step or a repetition of it."""
-        self._peaks.zero_()
-        self._peaks_of.clear()
+        self._peaks.clear()
         self._seen.clear()
         self._new_parts.clear()
         self.verdict = None
@@ -524,23 +552,14 @@ class Counting:
         flat = [g if g.dtype is widest else g.to(widest) for g in flat]
         shifts = [self.scales.shift(self._at[i]) for i in members]
         if self.device.type in CHUNKED:
-            mine = self._peaks.numpy()
+            mine = self._peaks.all.numpy()
             for i, peak in zip(
                 members, add_rounded(flat, shifts, total, self.scratch), strict=True
             ):
                 if not peak <= mine[i]:  # also true for NaN
                     mine[i] = math.inf if math.isnan(peak) else peak
         else:
-            peaks = add_rounded_together(flat, shifts, total)
-            key = tuple(members)
-            before = self._peaks_of.get(key)
-            self._peaks_of[key] = peaks if before is None else torch.maximum(before, peaks)
-
-    @functools.cached_property
-    def _places(self) -> Callable[[tuple[int, ...]], torch.Tensor]:
-        """Return a function from indices to a tensor of them on the device. It keeps these, since a
-        copy from the host waits for all work of the device."""
-        return functools.cache(functools.partial(torch.tensor, device=self.device))
+            self._peaks.add(tuple(members), add_rounded_together(flat, shifts, total))
 
     def must_be_done(self, done: bool) -> None:
         """Raise BadInput unless all micro-batches of the step are `done`. Called before `agree`."""
@@ -553,11 +572,9 @@ class Counting:
     def agree(self) -> bool:
         """Judge the step after its last micro-batch. Return True, on all ranks alike, if it must be
         repeated. Raises HarnessError after MAX_REPEATS repetitions."""
-        self._gather_peaks()
+        here = torch.nan_to_num(self._peaks.gathered(), nan=math.inf, posinf=math.inf)
         peaks = torch.zeros(len(self.scales.exponents), dtype=torch.float64, device=self.device)
-        peaks[self._places(tuple(self._at))] = torch.nan_to_num(
-            self._peaks, nan=math.inf, posinf=math.inf
-        )
+        peaks[self._peaks.places(tuple(self._at))] = here
         parts = torch.zeros(len(peaks), dtype=torch.int64, device=self.device)
         if self._new_parts:
             parts[[self._at[i] for i in sorted(self._new_parts)]] = 1
@@ -582,18 +599,6 @@ class Counting:
                 "deterministic kernels (torch.use_deterministic_algorithms)"
             )
         return True
-
-    def _gather_peaks(self) -> None:
-        if not self._peaks_of:
-            return
-        members = [i for key in self._peaks_of for i in key]
-        if len(set(members)) == len(members):
-            groups = {tuple(members): torch.cat(list(self._peaks_of.values()))}
-        else:  # some also came in other company
-            groups = self._peaks_of
-        for key, found in groups.items():
-            where = self._places(key)
-            self._peaks[where] = torch.maximum(self._peaks[where], found.double())
 
     def _come_in_parts(self, places: Iterable[int]) -> None:
         """Add places in the whole model to the parameters whose gradients come in parts."""
