@@ -621,8 +621,8 @@ def attach(
     torch uses deterministic kernels, and raises where it has none; None: with exact sums on GPUs;
     False: torch's settings are not changed. `votes_late`: the ranks' votes are counted one step
     later, so that no step waits for another rank's host; None: on GPUs. `peak_flops`: FLOP/s of
-    this rank's device, for MFU; None: derived from its name and the model's precision. `config`: other
-    values that the result depends on (a dict, dataclass, Namespace, ...), for trackers.
+    this rank's device, for MFU; None: derived from its name and the model's precision. `config`:
+    other values that the result depends on (a dict, dataclass, Namespace, ...), for trackers.
     `on_change`: "refuse", "warn" or "accept" if the setup differs from the one that the run began
     with; None: HARNESS_ON_CHANGE, else "warn" (docs/REPRODUCE.md).
 
