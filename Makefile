@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat requirements.txt requirements-apart.txt pyproject.toml | cksum | cut -d' ' -f1)
 
+DOCS_STAMP := $(VENV)/.docs-$(shell cat requirements-docs.txt | cksum | cut -d' ' -f1)
+
 NODES ?= 1:3
 STEPS ?= 150
 MARKET ?= demo
@@ -25,7 +27,9 @@ DASHBOARDS ?= dashboards.json
 # proofs that are no tests: modules of tests/support
 SUPPORT = PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python -m support
 
-.PHONY: map install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test proofs adapters check lint types pythons sim simsystem walk paths longrun drill meshes manynodes campaign soak audit money gpu clean
+.PHONY: help docs map install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test proofs adapters check lint types pythons sim simsystem walk paths longrun drill meshes manynodes campaign soak audit money gpu clean
+help:  ## these lines
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "make %-14s %s\n", $$1, $$2 }'
 install: $(STAMP)
 $(STAMP): requirements.txt requirements-apart.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned environment wants Python 3.11 or newer, this is " + sys.version + "; make PYTHON=python3.11 ...")'
@@ -103,6 +107,14 @@ lint: install
 	$(BIN)/ruff check .
 types: install
 	$(BIN)/mypy
+
+docs: $(DOCS_STAMP)  ## the documentation site in build/docs, and how many words it has; no warning, no dead link
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@wc -w README.md docs/*.md docs/trainers/*.md | sort -n | tail -50
+	@echo "open build/docs/index.html"
+$(DOCS_STAMP): requirements-docs.txt $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	@rm -f $(VENV)/.docs-* && touch $@
 
 map: install  ## docs/MAP.md: a row for each file, from the first sentence of its docstring
 	$(SUPPORT).map

@@ -150,3 +150,10 @@ def test_architecture_is_short():
     first = text.partition("## Read these twenty files first")[2].partition("\n## ")[0]
     files = re.findall(r"^(\d+)\. `([\w/.]+\.py)`: ", first, re.M)
     assert [int(number) for number, _ in files] == list(range(1, 21))
+
+
+def test_every_page_is_in_the_contents_of_the_site():
+    folder = ROOT / "docs"
+    listed = re.findall(r"^([\w/]+)$", (folder / "index.md").read_text(), re.M)
+    pages = [p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*.md")]
+    assert sorted(listed) == sorted({*pages, "site/cli"} - {"index"})
