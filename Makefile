@@ -109,7 +109,8 @@ types: install
 	$(BIN)/mypy
 
 docs: $(DOCS_STAMP)  ## the documentation site in build/docs, and how many words it has; no warning, no dead link
-	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@rm -rf build/docs-source && mkdir -p build && cp -r docs build/docs-source
+	$(BIN)/python -m sphinx -q -W --keep-going -b html build/docs-source build/docs
 	@wc -w README.md docs/*.md docs/trainers/*.md | sort -n | tail -50
 	@echo "open build/docs/index.html"
 $(DOCS_STAMP): requirements-docs.txt $(STAMP)

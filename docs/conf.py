@@ -1,16 +1,14 @@
-"""The documentation site (`make docs`): pages of this folder, and a command reference that is made
-from the parser. Builds without a network."""
+"""The documentation site (`make docs`): a copy of this folder's pages, and a command reference that
+is made from the parser. Builds without a network."""
 
 from __future__ import annotations
 
 import argparse
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
 
 project = "spotharness"
 html_title = "spotharness"
@@ -54,8 +52,6 @@ def outside(app: Any, docname: str, source: list[str]) -> None:
 
 
 def setup(app: Any) -> None:
-    made = HERE / "site" / "cli.md"
-    text = command_page()
-    if not made.exists() or made.read_text() != text:
-        made.write_text(text)
+    (HERE / "site").mkdir(exist_ok=True)
+    (HERE / "site" / "cli.md").write_text(command_page())
     app.connect("source-read", outside)
