@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,24 @@ class Bench:
         """Write that something cannot be had on this machine, and why."""
         self._write(Row(self.part, what, missing=why))
 
+    @contextlib.contextmanager
+    def going_on(self, what: str) -> Iterator[None]:
+        """Write an error of the body as a check that does not hold, and go on."""
+        try:
+            yield
+        except Exception as e:
+            traceback.print_exc()
+            last = (str(e).strip().splitlines() or [""])[-1]
+            self.checked(what, False, f"{type(e).__name__}: {last}"[:300])
+
+    def attempt(self, what: str, do: Callable[[Bench], None], wanted_s: float = 0.0) -> None:
+        """Run some checks, if `wanted_s` seconds are left; an error is one that does not hold."""
+        if self.left_s < wanted_s:
+            self.missing(what, f"{self.left_s:.0f} s were left")
+            return
+        with self.going_on(what):
+            do(self)
+
     def _write(self, row: Row) -> None:
         with open(self.rows, "a") as f:  # one write of less than a page: whole, whoever else writes
             f.write(json.dumps(asdict(row)) + "\n")
@@ -139,11 +159,3 @@ def environment(**more: object) -> dict[str, str]:
         [str(ROOT), str(ROOT / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     return {**os.environ, "PYTHONPATH": path, **{name: str(value) for name, value in more.items()}}
-
-
-def each(items: Sequence[Any], until: Callable[[], float], wanted_s: float) -> Iterator[Any]:
-    """Yield items while `until()` has at least `wanted_s` left."""
-    for item in items:
-        if until() < wanted_s:
-            return
-        yield item

@@ -7,8 +7,6 @@ import argparse
 import contextlib
 import importlib
 import os
-import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -280,15 +278,7 @@ def run(bench: Bench) -> None:
         ("fingerprints", fingerprints),
         ("NVML's reading", health),
     ):
-        if bench.left_s < 6.0 - 5 * bench.tiny:
-            bench.missing(what, f"the part had {bench.left_s:.0f} s left")
-            continue
-        try:
-            measure(bench)
-        except Exception as e:
-            traceback.print_exc()
-            sys.stderr.flush()
-            bench.checked(what, False, f"{type(e).__name__}: {e}".splitlines()[0][:300])
+        bench.attempt(what, measure, wanted_s=1.0 if bench.tiny else 6.0)
         if not bench.tiny:
             with contextlib.suppress(RuntimeError):
                 torch.cuda.empty_cache()

@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -395,16 +395,6 @@ def slowdown_pct(found: list[Found]) -> float | None:
     return 100 * (statistics.median(beside) / middle(found, lambda f: f.calm_s) - 1)
 
 
-@contextlib.contextmanager
-def said(bench: Bench, what: str) -> Iterator[None]:
-    """Write an error of the body as a check that does not hold, and go on."""
-    try:
-        yield
-    except Exception as e:
-        traceback.print_exc()
-        bench.checked(what, False, f"{type(e).__name__}: {e}".splitlines()[0][:300])
-
-
 def room(bench: Bench, size: Size) -> str:
     """Return why there is no room for this size; "": there is."""
     nbytes = size.gb * GB
@@ -425,7 +415,7 @@ def measure(bench: Bench, size: Size) -> None:
     name, ways = f"{training.nbytes / GB:.3g} GB", dict[str, Way]()
     try:
         for kind, make in KINDS.items():
-            with said(bench, f"pause: {kind} can begin, {name}"):
+            with bench.going_on(f"pause: {kind} can begin, {name}"):
                 ways[kind] = make(training, folder, size.writes)
         found: dict[str, list[Found]] = {kind: [] for kind in ways}
         kinds = list(ways)
@@ -445,9 +435,9 @@ def measure(bench: Bench, size: Size) -> None:
                         found[kind].append(one)
         show(bench, name, size, found, ways)
         if size.more and OURS in ways and TORCH in ways:
-            with said(bench, f"restore, {name}"):
+            with bench.going_on(f"restore, {name}"):
                 restore(bench, name, training, ways[OURS], ways[TORCH], folder)
-            with said(bench, f"a paced snapshot, {name}"):
+            with bench.going_on(f"a paced snapshot, {name}"):
                 paced(bench, name, ways[OURS])
     finally:
         for way in ways.values():
@@ -604,7 +594,7 @@ def run(bench: Bench) -> None:
         if why := room(bench, size):
             bench.missing(what, why)
             continue
-        with said(bench, what):
+        with bench.going_on(what):
             measure(bench, size)
     sys.stdout.flush()
     sys.stderr.flush()
