@@ -69,10 +69,10 @@ from storage.snapshots.pacer import typical_s
 from storage.snapshots.staging import Stage
 from storage.snapshots.upload import TrainingBeside, UploadJob, UploadOutcome
 from storage.stores.objects import read_into
+from storage.tensor_threads import TensorThread
 from storage.tensors.dcp import Saver
 from storage.tensors.loading import load
 from storage.tensors.state_tree import split
-from storage.tensors.tensor_threads import TensorThread
 
 DRAIN_LIMIT_S = 300.0
 READERS = 2  # the world that loads

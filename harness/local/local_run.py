@@ -250,7 +250,8 @@ def plain_environment() -> dict[str, str]:
     }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         base.pop(name, None)
-    return base | {"OMP_NUM_THREADS": "1"}
+    # whatever aborts says where
+    return base | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 def send_signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:

@@ -40,7 +40,7 @@ from harness.node.heartbeat import (
     process_state,
 )
 from harness.node.worker_gpus import ONE_GPU, OWN_GPU, UNTOUCHED
-from storage.tensors.tensor_threads import end_threads
+from storage.tensor_threads import end_threads
 
 # The node's warm process, from the agent's side: torch is imported once per node, and workers are
 # forked from it in milliseconds.

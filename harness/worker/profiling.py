@@ -22,7 +22,7 @@ from harness.core.facts import ProfileTaken
 from harness.core.flags import StepsAsked
 from harness.worker.run_context import Run
 from storage.errors import StoreError
-from storage.tensors.tensor_threads import start_thread
+from storage.tensor_threads import start_thread
 
 MOST_NBYTES = 256 << 20  # bytes of a file; a larger one is not uploaded
 MOST_ENTRIES = 100_000  # entries of the memory's history

@@ -46,9 +46,9 @@ from storage.snapshots.snapshots import Snapshots
 from storage.snapshots.staging import Segment, StageFull
 from storage.snapshots.upload import TrainingBeside, Unchanged, UploadJob, UploadOutcome
 from storage.stores.store_urls import open_store
+from storage.tensor_threads import TensorThread, start_thread
 from storage.tensors import dcp, state_tree
 from storage.tensors.dcp import Filled, Layout
-from storage.tensors.tensor_threads import TensorThread, start_thread
 from storage.tiers.tiers import Tiered
 
 # Host memory for this rank's share of a snapshot, and the plan of which rank writes what.

@@ -11,6 +11,7 @@ one it watches the training's steps, if it can, and sends no faster than they al
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import time
@@ -36,6 +37,7 @@ from storage.snapshots.retention import Keep
 from storage.snapshots.snapshots import Snapshots
 from storage.snapshots.tensor_hash import combined, weights_sum
 from storage.stores.objects import Gate, ObjectStore, put_paced
+from storage.tensor_threads import start_thread
 
 # Upload jobs, their outcomes and forecasts: plain data. Pure.
 
@@ -210,6 +212,7 @@ class UploadPool:
         self._condition = threading.Condition()
         self._numbers = itertools.count()
         self._n, self.line, self._started = n, line, 0
+        self.ending = threading.Event()  # the process ends soon
         self._busy, self._busy_since_s, self._paced = 0, 0.0, False
         self._sent_nbytes, self._sent_s, self._period_nbytes = 0.0, 0.0, 0
 
@@ -221,8 +224,14 @@ class UploadPool:
             self._condition.notify()
             if self._started < self._n:
                 self._started += 1
-                threading.Thread(target=self._work, name="upload-lane", daemon=True).start()
+                start_thread("upload-lane", self._work, self.end)
         return future
+
+    def end(self) -> None:
+        """Let each lane end once nothing waits for it, since the process ends."""
+        with self._condition:
+            self.ending.set()
+            self._condition.notify_all()
 
     @property
     def paced(self) -> bool:
@@ -264,6 +273,8 @@ class UploadPool:
         while True:
             with self._condition:
                 while not self._tasks or self._busy >= (1 if self._paced else self._n):
+                    if self.ending.is_set() and not self._tasks:
+                        return
                     self._condition.wait()
                 chosen = min(self._tasks, key=lambda t: (self.order.get(t[0], 1 << 30), t[1]))
                 self._tasks.remove(chosen)
@@ -438,9 +449,8 @@ class Uploader:
             self._running[one.number] = one
         expect(self._plan())
         self._pacer.begin(one)
-        threading.Thread(
-            target=self._run, args=(one,), name=f"upload-{job.ref}", daemon=True
-        ).start()
+        run = functools.partial(self._run, one)
+        start_thread(f"upload-{job.ref}", run, self._lanes.end)
 
     def busy(self) -> int:
         """Return the number of shares that are not written, or that nobody tried to commit yet."""
@@ -588,7 +598,8 @@ class Uploader:
         one.written = True
         deadline_s, pause_s = time.monotonic() + self._commit_timeout_s, 0.02
         while manifest is None and time.monotonic() < deadline_s and not self._is_old(one):
-            time.sleep(pause_s)  # other ranks are still writing
+            if self._lanes.ending.wait(pause_s):  # other ranks are still writing
+                raise StoreError(f"snapshot of step {job.ref.step}: the script ended before it")
             pause_s = min(2 * pause_s, 1.0)
             self._check(job.ref)
             waited_s = time.monotonic() - (deadline_s - self._commit_timeout_s)

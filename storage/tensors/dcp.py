@@ -39,11 +39,11 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from storage.snapshots.manifest import Manifest, Ref
 from storage.snapshots.snapshots import Snapshots
+from storage.tensor_threads import TensorThread
 from storage.tensors.flat_shards import layout_of
 from storage.tensors.loading import destinations, like_parameters, load
 from storage.tensors.save_ranks import gathered
 from storage.tensors.state_tree import dtype_name, join, split
-from storage.tensors.tensor_threads import TensorThread
 
 # Fingerprints of tensors: 64 bits, computed on the tensor's device, since copying gigabytes to
 # the host would stop the training. They detect differences, not forgery.

@@ -19,7 +19,7 @@ from harness.look.audit.audit import audit
 from harness.look.audit.audit_samples import with_contents
 from storage.stores.store_urls import open_store
 from support.corpora import command, prepared
-from support.worlds import environment, history, newest, start, train, until
+from support.worlds import environment, history, newer, newest, start, train
 
 pytestmark = pytest.mark.proof
 PIL = pytest.importorskip("PIL.Image")
@@ -148,7 +148,7 @@ def test_the_example_learns_and_is_the_same_when_it_is_killed(shapes, tmp_path):
     run = tmp_path / "killed"
     for world, more, least in ((2, [], 0), (1, [], 20)):
         processes = start(run, world, *flags, *more, script=EXAMPLE)
-        until(lambda: (found := newest(run)) and found.step > least, "a snapshot")  # noqa: B023
+        newer(run, least, processes)
         for process in processes:
             process.send_signal(signal.SIGKILL)
         for process in processes:

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 HEAD = """
 import functools, mmap, sys, threading, time
 import torch
-from storage.tensors.tensor_threads import TensorThread as ErrandThread, start_thread
+from storage.tensor_threads import TensorThread as ErrandThread, start_thread
 """
 FREES = """
 def look(buffer):
@@ -105,7 +105,7 @@ leave(3)
 def test_ended_threads_are_forgotten():
     script = """
 import weakref
-from storage.tensors import tensor_threads as errands
+from storage import tensor_threads as errands
 
 class Work:
     def __call__(self):

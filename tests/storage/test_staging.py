@@ -11,7 +11,7 @@ import pytest
 from storage import MemoryStore, Ref, Snapshots
 from storage.snapshots.staging import PREFIX, Segment, Segments, Stage, StageFull, sweep
 from storage.snapshots.tensor_hash import combined, weights_sum
-from storage.tensors.tensor_threads import TensorThread
+from storage.tensor_threads import TensorThread
 
 
 def test_a_segment_is_shared_by_its_name(tmp_path):

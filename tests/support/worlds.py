@@ -76,6 +76,7 @@ def environment():
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",  # a worker that aborts says where
         "HARNESS_LOOK_AGAIN_S": "0,0",
     }
 
@@ -102,6 +103,20 @@ def start(run, world=1, *flags, env=None, script=TRAINER):
             )
         )
     return processes
+
+
+def newer(run, step, processes):
+    """The first snapshot behind `step` of a run that these processes train. Fails, with what they
+    said, if one of them has ended badly before."""
+
+    def found():
+        if (snapshot := newest(run)) and snapshot.step > step:
+            return snapshot
+        codes = [p.poll() for p in processes]
+        assert not any(codes), (codes, [p.communicate(timeout=60)[0] for p in processes if p.poll()])
+        return None
+
+    return until(found, f"a snapshot behind step {step}")
 
 
 def finish(processes, timeout_s=240) -> Ended:

@@ -41,10 +41,10 @@ from storage import Keep, Ref, Snapshots, open_store
 from storage.snapshots.pacer import typical_s
 from storage.snapshots.staging import RAM_DISK, Stage
 from storage.snapshots.upload import TrainingBeside, UploadJob, UploadOutcome
+from storage.tensor_threads import TensorThread
 from storage.tensors import dcp as staging
 from storage.tensors.loading import load
 from storage.tensors.state_tree import split
-from storage.tensors.tensor_threads import TensorThread
 
 GB = 1e9
 STATE_COPIES = 3  # float32 weights and AdamW's two moments

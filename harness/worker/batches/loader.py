@@ -44,7 +44,7 @@ from harness.core.batch import Batching, Plan, in_turns, indices_at, sample_seed
 from harness.core.world import BadInput
 from harness.worker.batches.content_hash import content_hash, contents_of, spell
 from harness.worker.batches.prefetch import fetched_ahead
-from storage.tensors.tensor_threads import start_thread
+from storage.tensor_threads import start_thread
 
 # The reading of micro-batches ahead of their use, by the processes of an ordinary DataLoader or
 # by a thread of this process.
