@@ -117,7 +117,7 @@ $(DOCS_STAMP): requirements-docs.txt $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
 	@rm -f $(VENV)/.docs-* && touch $@
 
-map: install  ## docs/MAP.md: a row for each file, from the first sentence of its docstring
+map: install  ## docs/design/MAP.md: a row for each file, from the first sentence of its docstring
 	$(SUPPORT).map
 
 pythons: install  ## the package and its light tests under every Python that is here, of those that pyproject.toml names

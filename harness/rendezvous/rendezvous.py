@@ -12,7 +12,7 @@ judges deaths for itself (membership.py).
 Signs of life and news come over open connections (peer_connections.py), so that the bucket is used
 little while all is well: members whose lines are up rewrite their object only every `calm_s`, and
 all others every `beat_s`. Its cost, the model that checks it, and its guarantees:
-docs/RENDEZVOUS.md.
+docs/design/RENDEZVOUS.md.
 
 Other objects under `rdzv/` do no harm: unknown fields are ignored, missing ones have their defaults
 where one is sane, and an object that still makes no sense is skipped, and reported once. The number

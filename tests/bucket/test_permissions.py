@@ -16,7 +16,7 @@ from support import buckets
 from support.worlds import TRAINER
 
 pytestmark = pytest.mark.proof
-DOCS = Path(__file__).parents[2] / "docs" / "SECURITY.md"
+DOCS = Path(__file__).parents[2] / "docs" / "design" / "SECURITY.md"
 URL = "s3://my-bucket/runs/x"
 TASK = """\
 name: tiny

@@ -254,6 +254,6 @@ def test_runs_do_not_share_the_names_of_their_clusters() -> None:
 
 # ---- what is written on trust ----------------------------------------------------------------
 def test_what_is_trusted_and_what_is_plain_is_written() -> None:
-    text = (TREE / "docs" / "SECURITY.md").read_text()
+    text = (TREE / "docs" / "design" / "SECURITY.md").read_text()
     for word in ("TCPStore", "gloo", "NCCL", "Network rules", "policy: node", "Encryption", "pickled"):
         assert re.search(word, text, re.IGNORECASE), word

@@ -145,7 +145,7 @@ def test_the_table_of_rooms_is_true():
 
 def test_architecture_is_short():
     """A page that a newcomer reads at a sitting, and the twenty files that it sends them to."""
-    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    text = (ROOT / "docs" / "design" / "ARCHITECTURE.md").read_text()
     assert len(text.split()) <= 4000
     first = text.partition("## Read these twenty files first")[2].partition("\n## ")[0]
     files = re.findall(r"^(\d+)\. `([\w/.]+\.py)`: ", first, re.M)

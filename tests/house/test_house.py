@@ -160,12 +160,12 @@ def test_the_name_of_a_type_has_one_meaning():
         for name in types(tree_of(path)):
             where[name].add(named(path))
     twice = {n: sorted(w) for n, w in where.items() if len(w) > 1 and n not in TWO_MEANINGS}
-    assert not twice, f"a name for each: {twice} (docs/ARCHITECTURE.md has a glossary)"
+    assert not twice, f"a name for each: {twice} (docs/design/ARCHITECTURE.md has a glossary)"
 
 
 def test_the_glossary_is_short_and_names_what_exists():
     """A term in code font is a type, or an alias of one."""
-    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text().partition("\n## Glossary\n")[2]
+    page = (ROOT / "docs" / "design" / "ARCHITECTURE.md").read_text().partition("\n## Glossary\n")[2]
     terms = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", page, re.M)[1:]
     assert 40 <= len(terms) <= 60
     plain = [term.strip("`").lower() for term in terms]

@@ -506,7 +506,7 @@ def minutes10(tmp_path, members, first, up):
 
 @pytest.mark.parametrize("members", [1, 8])
 def test_what_calm_training_costs_is_bounded_and_does_not_grow_with_the_world(tmp_path, members):
-    """docs/RENDEZVOUS.md names these numbers."""
+    """docs/design/RENDEZVOUS.md names these numbers."""
     first = minutes10(tmp_path, members, True, up=True)
     print(first)
     assert (

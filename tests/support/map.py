@@ -1,7 +1,7 @@
-"""The generator of docs/MAP.md (`make map`): a row for each file, with the first sentence of its
+"""The generator of docs/design/MAP.md (`make map`): a row for each file, with the first sentence of its
 docstring, room by room in the order of tests/house/test_architecture.py.
 
-    python -m support.map         write docs/MAP.md
+    python -m support.map         write docs/design/MAP.md
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "MAP.md"
+PAGE = ROOT / "docs" / "design" / "MAP.md"
 INTRO = """\
 # Map
 

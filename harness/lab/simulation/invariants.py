@@ -3,7 +3,7 @@ after every event.
 
 A checker sees effects, not claims: objects as they land in the bucket, acts as they reach the
 cloud, nodes as they are billed. It raises `Violation` at the first event that breaks its rule.
-docs/ARCHITECTURE.md names the rules.
+docs/design/ARCHITECTURE.md names the rules.
 
 Pure: knows the bucket's layout and the nouns; knows nothing of how the simulation produces events.
 """

@@ -3,7 +3,7 @@
 Nodes that are up in one place make the steps together, as fast as all of them are. Each
 `snapshot_every` steps they commit a snapshot. A node that is lost takes all steps since with it;
 one that was told before leaves after a snapshot. How members agree, share work, save and restore is
-not modelled: docs/SIMULATION.md says where the real code for that is simulated.
+not modelled: docs/design/SIMULATION.md says where the real code for that is simulated.
 
 Pure.
 """
