@@ -1,0 +1,33 @@
+"""docs/START.md, as a newcomer follows it: its commands in its order, in an empty folder."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "START.md"
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(600)
+def test_the_commands_of_the_page_survive_a_preemption(tmp_path):
+    blocks = re.findall(r"^```\n(.*?)^```", PAGE.read_text(), re.S | re.M)
+    script = "".join(block for block in blocks if block.startswith("harness "))
+    assert script.count("harness ") == 4, script
+    said = subprocess.run(
+        ["bash", "-ec", script],
+        cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if not k.startswith("HARNESS_")}
+        | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+    assert said.returncode == 0, said.stdout[-4000:] + said.stderr[-4000:]
+    assert "run done: step 128 is the last and is committed" in said.stdout
+    assert re.search(r"kill +aws", said.stdout), said.stdout  # among the report's notices
+    assert "0 steps" in said.stdout and "1 notice, 1 final" in said.stdout
+    assert (tmp_path / "first" / "runs" / "first" / "report.html").stat().st_size > 10_000
