@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from support.worlds import environment
+
 PAGE = Path(__file__).parents[2] / "docs" / "START.md"
 
 
@@ -20,14 +22,13 @@ def test_the_commands_of_the_page_survive_a_preemption(tmp_path):
     said = subprocess.run(
         ["bash", "-ec", script],
         cwd=tmp_path,
-        env={k: v for k, v in os.environ.items() if not k.startswith("HARNESS_")}
-        | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        env=environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=580,
     )
     assert said.returncode == 0, said.stdout[-4000:] + said.stderr[-4000:]
-    assert "run done: step 128 is the last and is committed" in said.stdout
-    assert re.search(r"kill +aws", said.stdout), said.stdout  # among the report's notices
-    assert "0 steps" in said.stdout and "1 notice, 1 final" in said.stdout
+    assert "run done: step 1280 is the last and is committed" in said.stdout
+    assert re.search(r"kill +aws .* in time", said.stdout), said.stdout  # among the notices
+    assert said.stdout.count("preempted (killed)") >= 3, said.stdout
     assert (tmp_path / "first" / "runs" / "first" / "report.html").stat().st_size > 10_000
