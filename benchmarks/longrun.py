@@ -410,6 +410,8 @@ class Ears:
     def all_up(self) -> bool:
         return True
 
+    def reached(self) -> None: ...
+
     def knocked(self) -> bool:
         return False
 

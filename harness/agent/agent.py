@@ -47,9 +47,10 @@ from harness.core.world import (
     UNFIT,
     WrongProtocol,
 )
-from harness.node.heartbeat import WorkerPhase
+from harness.node.heartbeat import WAITS_FOR_SNAPSHOTS, WorkerPhase
 from harness.node.marks import Want
 from harness.notices.notice import NoticeSource
+from harness.rendezvous.reach import LEAVE_S
 from harness.rendezvous.rendezvous import Rendezvous
 from storage.errors import StoreError, StoreUnavailable
 from storage.stores.objects import ObjectStore
@@ -118,6 +119,7 @@ class EpochHistory:
     tail: tuple[str, ...] = ()  # last lines of the log of the worker that failed
     fruitless: Fruitless = field(default_factory=Fruitless)
     sessionless_told: bool = False  # it was said that the script has no session
+    isolated_told: int = -1  # the last generation at which it was said that nobody reaches us
     # changes of our member once our uploads are done, and when they are published anyway
     ready: dict[str, Any] = field(default_factory=dict)
     settle_until_s: float = 0.0
@@ -269,14 +271,14 @@ class Agent:
 
     def _turn(self) -> int | None:
         timing = self.config.timing
-        while not self._hearing.inbox.empty():
-            self._feed(self._hearing.inbox.get_nowait())
+        self._hear()
         self._feed(node_state.Tick())
-        now, code = self._host.monotonic(), None
+        now = self._host.monotonic()
         if slept_s := self._due.slept_s(now):
             self._workers.forgive(slept_s)  # this node was suspended: they did not hang
-        if self._node.life is NodePhase.IN:
-            code = self._watch_workers(now)
+            self._feed(node_state.Slept(slept_s))
+        in_epoch = self._node.life is NodePhase.IN
+        code = self._watch_workers(now) if in_epoch else self._watch_itself(now)
         if self._lines.changed.is_set():
             self._due.at_once("tick")
         if code is None and self._due.now("tick", now, timing.tick_s):
@@ -288,11 +290,42 @@ class Agent:
                 in_epoch = self._node.life is NodePhase.IN
                 code = self._watch_peers(now) if in_epoch else self._seek_epoch(now)
         if self._due.now("flush", now, timing.flush_s):
-            for died in self._helpers.look(now):
+            self._workers.mark.write_again()
+            for died in [*self._helpers.look(now), *self._uploads.look(now)]:
                 self.journal.record(HelperEnded(self.name, *died))
+                self._host.say("the {} ended with status {}: {}".format(*died), wrong=True)
             with contextlib.suppress(StoreUnavailable):
                 self.journal.flush()
         return code
+
+    def _hear(self) -> None:
+        while not self._hearing.inbox.empty():
+            self._feed(self._hearing.inbox.get_nowait())
+
+    def _watch_itself(self, now: float) -> int | None:
+        """Return the exit code if this node, which is in no generation, must end, whatever the
+        bucket says."""
+        if self._grace_over(now):
+            self._past.reason = self._node.leaving
+            return self._node.gone_code
+        if self._node.too_cold(now, self._workers.warm()):
+            why = f"what workers import was not there after {node_state.WARM_S:.0f} s: it hangs"
+            self._feed(node_state.FoundUnfit(why))
+            self._past.reason = f"unfit: {why}"
+            self._host.say(self._past.reason, wrong=True)
+            return UNFIT
+        return None
+
+    def _grace_over(self, now: float) -> bool:
+        node = self._node
+        return node.grace_over(now, False) and node.grace_over(now, self._saving())
+
+    def _saving(self) -> bool:
+        """Return whether a snapshot is on its way."""
+        waits = (WorkerPhase.STAGING, *WAITS_FOR_SNAPSHOTS)
+        in_epoch = self._node.life is NodePhase.IN
+        signs = self._workers.signs() if in_epoch else []
+        return any(s.place in waits for s in signs) or bool(self._uploads.busy())
 
     # ---- events and acts -------------------------------------------------------------------------
     def _feed(self, event: AgentEvent) -> None:
@@ -325,15 +358,13 @@ class Agent:
                 self._say_last_words(who, deadline_s)
 
     def _say_last_words(self, who: str, deadline_s: float) -> None:
-        """Record which work is safe at a deadline. Workers go on: the cloud may be late."""
+        """Record which work is safe at a deadline. Workers go on after a cloud's, which may be
+        late."""
         signs = self._workers.signs()
         at, committed = max((s.step for s in signs), default=-1), -1
         with contextlib.suppress(StoreUnavailable):
             committed = self._run.committed()
-        saving = self._uploads.busy() or any(
-            s.place in (WorkerPhase.STAGING, WorkerPhase.SAVING) for s in signs
-        )
-        verdict = node_state.last_words(at, committed, bool(saving))
+        verdict = node_state.last_words(at, committed, self._saving())
         epoch = self._stay.epoch.epoch
         self.journal.record(GraceSpent(self.name, epoch, deadline_s, at, committed, verdict))
         self._host.say(f"the deadline of {who} is here: {verdict}")
@@ -387,7 +418,8 @@ class Agent:
         if (stop := self._stop_order(now)) is not None:
             past.reason = stop
             return STOPPED
-        if not self._node.may_join(now, self._workers.warm()):
+        if not self._node.may_join(self._workers.warm()):
+            self.rendezvous.look()  # it and the others prove already that they reach each other
             return None
         if self._node.life is NodePhase.WARMING:
             if not self.rendezvous.admitted():
@@ -404,6 +436,8 @@ class Agent:
         if epoch is not None:
             self._enter(epoch)
             return None
+        if out_s := self.rendezvous.reach.left_out_s(self._host.monotonic()):
+            return self._bear_isolation(last.epoch, out_s)
         if self.rendezvous.is_over:
             past.reason = "the run has ended: its final snapshot is committed"
             hint = "for another training, name another run URL"
@@ -413,6 +447,20 @@ class Agent:
             past.reason = f"no place in any epoch for {wait_s:.0f} s"
             return FENCED
         return None
+
+    def _bear_isolation(self, epoch: int, out_s: float) -> int | None:
+        """Say once in an epoch that the others leave this node out, since it and they do not reach
+        each other. Return UNFIT after `LEAVE_S`: another node in the same network may not help."""
+        why = self.rendezvous.reach.why(self.config.addr)
+        if self._past.isolated_told != epoch:
+            self._past.isolated_told = epoch
+            self.journal.record(Warned(0, epoch, why))
+            self._host.say(why, wrong=True)
+        if out_s < LEAVE_S:
+            return None
+        self._feed(node_state.FoundUnfit(why))
+        self._past.reason = f"unfit: {why}"
+        return UNFIT
 
     def _enter(self, epoch: Epoch) -> None:
         self._workers.clear_signs()
@@ -436,9 +484,11 @@ class Agent:
 
     # ---- in a generation -------------------------------------------------------------------------
     def _watch_workers(self, now: float) -> int | None:
-        stay, timing = self._stay, self.config.timing
+        stay = self._stay
         if self._node.overdue(now):
             return self._abandon(self._node.unfit)
+        if self._grace_over(now):
+            return self._abandon(f"the grace after {self._node.leaving} is over")
         if hung := self._workers.find_hung(now):
             self._feed(node_state.WorkersHung(any(w.guilty for w in hung)))
             return self._leave(self._end_workers())
@@ -448,14 +498,8 @@ class Agent:
         if at_work == len(self._workers.all):
             return None
         stay.first_end_s = stay.first_end_s or now
-        waited_s, alone = now - stay.first_end_s, len(stay.epoch.members) == 1
-        silence_s, told = timing.dead_s + timing.beat_s, stay.told_s is not None
-        given = workers.patience(self._workers.seen(), alone, silence_s, told)
-        if given.to_blame and self.rendezvous.me.end != workers.FAILING:
-            self.rendezvous.mention(end=workers.FAILING)
-        if at_work and waited_s < given.others_s:
-            return None
-        if waited_s < given.evidence_s and not self._lost_member():
+        for_s = workers.patience_s(self._workers.seen(), stay.told_s is not None)
+        if at_work and now - stay.first_end_s < for_s:
             return None
         return self._leave(self._end_workers())
 
@@ -513,18 +557,6 @@ class Agent:
         if workers.make_room(alive, self.config.place, now - stay.waiting_since_s):
             self._feed(node_state.NewcomersWait())
 
-    def _lost_member(self) -> str:
-        """Return a member of our generation that appears to be lost; "" if there is none."""
-        epoch = self._stay.epoch
-
-        def fell(name: str) -> bool:
-            return not self._lines.heard(name).up  # the line broke, or was never up
-
-        with contextlib.suppress(StoreUnavailable):
-            members = self.rendezvous.watch(epoch.members)
-            return workers.lost_member(members, self.name, epoch.epoch, fell)
-        return ""
-
     # ---- the end of a generation -----------------------------------------------------------------
     def _end_workers(self) -> list[int]:
         """End our workers, keep their flight dumps, and return their exit codes."""
@@ -554,12 +586,14 @@ class Agent:
         hangs = self._node.hangs
         worn_out = hangs >= self.config.fitness.hangs_allowed
         code = workers.agent_exit_code(end, bool(self._node.unfit), worn_out)
-        if code == UNFIT and not self._node.unfit:
-            self._feed(node_state.FoundUnfit(f"its workers hung {hangs} times"))
         self.journal.record(EpochLeft(self._stay.epoch.epoch, self.name, end.value))
         self._past.end = end
         if end is not workers.End.UNFINISHED:
-            self._past.reason = f"unfit: {self._node.unfit}" if code == UNFIT else end.value
+            self._past.reason = end.value
+        if code == UNFIT and not self._node.unfit:
+            code = self._worn_out(hangs, failure_step)
+        if code == UNFIT:
+            self._past.reason = f"unfit: {self._node.unfit}"
         if code in (FINISHED, workers.AGAIN):
             with contextlib.suppress(StoreUnavailable):
                 self.journal.flush()
@@ -577,6 +611,15 @@ class Agent:
             self._due.at_once("tick")
         return code
 
+    def _worn_out(self, hangs: int, step: int) -> int:
+        """Judge the last of too many hangs, after `step`: this node is unfit, unless another one
+        was worn out at the same step; then the run is stopped. Return the exit code."""
+        with contextlib.suppress(StoreUnavailable):  # the next node will find out
+            if self._run.hung_elsewhere(step):
+                return self._give_up(workers.HUNG_EVERYWHERE.format(hangs=hangs, step=step))
+        self._feed(node_state.FoundUnfit(f"its workers hung {hangs} times"))
+        return UNFIT
+
     def _judge(self, codes: list[int]) -> tuple[workers.End, workers.Evidence]:
         """Return how the generation ended, and the evidence for it; record failed workers."""
         epoch, seen = self._stay.epoch, tuple(self._workers.seen())
@@ -590,28 +633,30 @@ class Agent:
             unfit=bool(self._node.unfit),
             attached=self._workers.attached(),
             told=self._stay.told,
+            alone=len(epoch.members) == 1,
         )
         end = workers.classify(evidence)
         # the node of rank 0 is responsible for the run's end
         if end is workers.End.FINISHED and self.name == epoch.members[0]:
             evidence = replace(evidence, run_over=self._answer_for_run(epoch))
-        elif end in workers.BROKEN_OFF and evidence.asks_for_witness:
-            evidence = replace(evidence, lost=self._lost_member())
-        end = workers.classify(evidence)
+            end = workers.classify(evidence)
+        if end is workers.End.UNFINISHED and evidence.apart:
+            self._give_up(evidence.apart)
         if end in workers.BROKEN_OFF:
             for fact in evidence.facts(self.name, epoch.epoch):
                 self.journal.record(fact)
-            if culprit := evidence.culprit:
-                self._past.tail = culprit.tail
+            if said := evidence.culprit or next(iter(evidence.failed), None):
+                self._past.tail = said.tail
         return end, evidence
 
     def _count(self, evidence: workers.Evidence, failed: bool) -> int:
-        """Count a broken-off generation. Return the committed step to which our failure belongs; 0
+        """Count a broken-off generation. Return the last step that was done before our failure; 0
         if it was not ours. Raises StoreUnavailable."""
         committed, lasted_s = self._run.committed(), self._host.monotonic() - self._stay.entered_s
         fruitless = self._past.fruitless
         self._past.fruitless = fruitless.broken_off(committed, evidence.attached, lasted_s)
-        return committed if failed else 0
+        steps = [sign.step for sign in self._workers.signs()]
+        return max(committed, *steps) if failed else 0
 
     def _answer_for_run(self, epoch: Epoch) -> bool:
         """Ensure that the run's end is committed, since all our workers ended with status 0. If the
@@ -623,11 +668,13 @@ class Agent:
                 if not self._workers.attached():
                     self._tell_sessionless()
                     self._run.finish_for_script(epoch)
-                elif not self._run.is_over():
+                elif not self._run.surely_over():
                     self._give_up(workers.WHY_UNFINISHED)
                     return False
                 return True
             except StoreUnavailable:  # only the commit of the end is missing
-                if self._host.monotonic() > give_up_s:
+                self._hear()
+                now = self._host.monotonic()
+                if now > give_up_s or self._node.grace_over(now, False):
                     raise
                 self._host.sleep(ANSWER_AGAIN_S)

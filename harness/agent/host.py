@@ -8,6 +8,7 @@ knows a clock, a process or a socket through this one.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import queue
 import re
@@ -307,6 +308,8 @@ class NoWatch:
     def stop(self) -> None: ...
 
 
+CERTAIN_S = 240.0  # after a signal's grace, at the latest, the agent's process ends
+
 RecordFact = Callable[[Fact], None]
 TellEvent = Callable[[AgentEvent], None]
 
@@ -328,9 +331,11 @@ class PeerTransport(PeerHeartbeats, Protocol):
 
 
 class MarkWriter(Protocol):
-    """The agent's end of its workers' mark, as in `marks.MarkFile`. Writing it waits for nobody."""
+    """The agent's end of its workers' mark, as in `marks.MarkFile`. Writing it waits for nobody,
+    and does not fail: what could not be written is passed on otherwise, and written again."""
 
     def write(self, want: Want, why: str, deadline_s: float | None) -> None: ...
+    def write_again(self) -> None: ...
 
 
 class WorkerPool(Protocol):
@@ -371,6 +376,7 @@ class UploadService(Protocol):
     @property
     def folder(self) -> Path: ...  # the stage
     def ensure(self) -> None: ...
+    def look(self, now: float) -> list[tuple[str, int, str]]: ...  # as of `Sidecars`
     def busy(self) -> int: ...
     def drain(self, deadline_s: float | None) -> None: ...
     def settle(self, wait_s: float, near: bool = False) -> None: ...
@@ -516,7 +522,13 @@ class RealHost:
     def listen(
         self, config: AgentConfig, sources: list[NoticeSource], tell: TellEvent
     ) -> EventSources:
+        certain = False
+
         def signalled(number: int, _: object) -> None:
+            nonlocal certain
+            if not certain:  # whatever hangs then, even the loop, says where, and the agent ends
+                faulthandler.dump_traceback_later(config.leaving.grace_s + CERTAIN_S, exit=True)
+                certain = True
             tell(node_state.Signalled(signal.Signals(number).name))
 
         for number in (signal.SIGTERM, signal.SIGINT):

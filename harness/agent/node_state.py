@@ -12,7 +12,7 @@ code's `epoch`).
 
     event               requests of the workers             and this node
     SnapshotAsked       SNAPSHOT
-    Signalled           RESIZE, until the grace period ends leaves
+    Signalled           RESIZE, until the grace period ends leaves; a second one hurries
     Noticed: soft       SNAPSHOT
              kill       RESIZE, until its deadline          leaves
              maintenance   as kill, `drain_lead_s` before   leaves then
@@ -39,8 +39,12 @@ from harness.node.marks import Want
 from harness.notices.notice import Cancelled, Notice, Noticed
 
 LAST_WORDS_S = 2.0  # before a deadline: the safe work is recorded while that is still possible
-# a newcomer may take so long to import what its workers need before others make room for it
-WARM_S = 60.0
+# a newcomer that has not imported what its workers need by then hangs, and is unfit; even a slow
+# network disk takes less
+WARM_S = 300.0
+SAME_SIGNAL_S = 2.0  # batch systems send one end to each process, so an agent may hear it twice
+HURRY_S = 5.0  # grace after a second signal
+SAVE_S = 60.0  # grace of a snapshot that is on its way at the end of a signal's grace
 
 
 class NodePhase(Enum):
@@ -76,6 +80,13 @@ class SnapshotAsked:
 @dataclass(frozen=True)
 class Signalled:
     name: str  # "SIGTERM"
+
+
+@dataclass(frozen=True)
+class Slept:
+    """This node was suspended, so what it waited for was as well."""
+
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -148,6 +159,7 @@ class Tick:
 AgentEvent: TypeAlias = (
     SnapshotAsked
     | Signalled
+    | Slept
     | Noticed
     | Cancelled
     | GpuJudged
@@ -220,7 +232,7 @@ Wanted: TypeAlias = tuple[Want, float | None]  # with its deadline (wall clock);
 @dataclass(frozen=True)
 class AgentState:
     rules: Rules
-    warm_by_s: float  # own clock: the node reports that it is ready then, warm or not
+    warm_by_s: float  # own clock: a node that is not warm then is unfit
     life: NodePhase = NodePhase.WARMING
     leaving: str = ""  # why this node must leave; "": it stays
     wanted: Mapping[str, Wanted] = field(default_factory=dict)  # by requester; of current workers
@@ -228,6 +240,8 @@ class AgentState:
     unfit: str = ""  # why no run should come back to this node; "": it is fit
     # own clock: its workers are ended then, if they have not left; None: no limit
     unfit_by_s: float | None = None
+    # own clock: a signal's grace ends then, and with it this node; None: there was no signal
+    grace_by_s: float | None = None
     hangs: int = 0  # of our own workers, not of those that waited for others
     spent: frozenset[str] = frozenset()  # requesters whose last words are written
 
@@ -262,14 +276,20 @@ class AgentState:
         """Return whether its workers must be ended now, whatever they do."""
         return self.unfit_by_s is not None and own_s >= self.unfit_by_s
 
-    def may_join(self, own_s: float, warm: bool) -> bool:
+    def grace_over(self, own_s: float, saving: bool) -> bool:
+        """Return whether the grace of a signal is used up, except for the last words. `saving`: a
+        snapshot is on its way, which is worth a bounded wait."""
+        if self.grace_by_s is None:
+            return False
+        return own_s >= self.grace_by_s - LAST_WORDS_S + SAVE_S * saving
+
+    def may_join(self, warm: bool) -> bool:
         """Return whether warming up is over. A node that leaves reports so at once, warm or not."""
-        return (
-            self.life is not NodePhase.WARMING
-            or bool(self.leaving)
-            or own_s >= self.warm_by_s
-            or warm
-        )
+        return self.life is not NodePhase.WARMING or bool(self.leaving) or warm
+
+    def too_cold(self, own_s: float, warm: bool) -> bool:
+        """Return whether warming up has taken so long that it hangs."""
+        return not self.may_join(warm) and own_s >= self.warm_by_s
 
     @property
     def gone_code(self) -> int:
@@ -296,6 +316,8 @@ def step(node: AgentState, event: AgentEvent, now: Now) -> AgentTurn:
             return _must_leave(node, "released", "leave", None)
         case Signalled() | Noticed() | Cancelled() | GpuJudged() | Unled():
             return _heed(node, event, now)
+        case Slept(seconds):
+            return replace(node, warm_by_s=node.warm_by_s + seconds), ()
         case PlaceFound(found):
             return node, (Record(replace(found, member=node.rules.member)),)
         case WorkersHung(guilty):
@@ -319,7 +341,13 @@ def _heed(
     member = node.rules.member
     match event:
         case Signalled(name):
-            deadline_s = now.wall_s + node.rules.grace_s
+            grace_s = node.rules.grace_s
+            if node.grace_by_s is not None:  # a second one hurries
+                if now.own_s - (node.grace_by_s - grace_s) < SAME_SIGNAL_S:
+                    return node, ()
+                grace_s = min(HURRY_S, node.grace_by_s - now.own_s)
+            node = replace(node, grace_by_s=now.own_s + grace_s)
+            deadline_s = now.wall_s + grace_s
             seen = NoticeSeen(member, "signal", "kill", name, deadline_s)
             return _after([Record(seen)], _must_leave(node, name, f"signal:{name}", deadline_s))
         case Unled(why):
@@ -351,7 +379,7 @@ def _cancel(node: AgentState, notice: Notice) -> AgentTurn:
     """Withdraw a cancelled notice. If the workers have not agreed on it yet, they never will;
     otherwise we join the next generation again."""
     who = f"notice:{notice.id}"
-    before = node.reigning()[1]
+    before = _mark(node)
     node = replace(
         node,
         notices={name: n for name, n in node.notices.items() if name != notice.id},
@@ -366,8 +394,8 @@ def _cancel(node: AgentState, notice: Notice) -> AgentTurn:
         DrainUploads(node.deadline_s()),
     ]
     # writing the same mark again would repeat the request
-    if node.reigning()[1] != before:
-        acts.append(_mark(node))
+    if (mark := _mark(node)) != replace(before, why=mark.why):
+        acts.append(mark)
     return node, tuple(acts)
 
 
@@ -473,8 +501,9 @@ def _notified(turn: AgentTurn) -> AgentTurn:
 
 
 def _mark(node: AgentState) -> WriteMark:
-    who, (want, deadline_s) = node.reigning()
-    return WriteMark(want, who, deadline_s)
+    """Return the strongest request, with the earliest deadline of all requests."""
+    who, (want, _) = node.reigning()
+    return WriteMark(want, who, node.deadline_s())
 
 
 def _after(acts: list[AgentAct], then: AgentTurn) -> AgentTurn:

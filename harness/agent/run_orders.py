@@ -12,6 +12,7 @@ from harness.bucket.controller_lease import RunLimits, run_limits, sign_of_life
 from harness.bucket.layout import (
     CONTROL,
     DOUBT,
+    HUNG,
     IDENTITY,
     LEAVE,
     RELEASED,
@@ -26,7 +27,7 @@ from harness.bucket.layout import (
 )
 from harness.bucket.orders import ask_to_stop, asked_to_leave, stop_order
 from storage.canonical_json import BadObject
-from storage.errors import NotFound
+from storage.errors import NotFound, StoreUnavailable
 from storage.snapshots.manifest import Ref, SnapshotCorrupt
 from storage.snapshots.snapshots import Snapshots
 from storage.stores.objects import ObjectStore
@@ -115,6 +116,10 @@ class LimitsKeeper:
 NO_LIMIT = 1 << 30
 
 
+class UnreadableEnd(StoreUnavailable):
+    """The snapshot that may be the run's last one cannot be read now."""
+
+
 class RunOrders:
     """The run as one member sees it. `attempt` 0: no controller launched it. `replica_ranks`: ranks
     that compute one micro-batch together."""
@@ -181,6 +186,14 @@ class RunOrders:
             self.store.delete(key)
         self._doubt_told = doubtful
 
+    def hung_elsewhere(self, step: int) -> bool:
+        """Record that this node's workers hang too often, the last time after `step`. Return
+        whether another node was worn out so after the same step: then it is no node's fault."""
+        there = f"{HUNG}{step:012d}-"
+        self.store.create(f"{there}{self.member}.json", order_by(self.member))
+        # written first and read afterwards, so that of two nodes at once one sees the other
+        return any(key != f"{there}{self.member}.json" for key in self.store.list(there))
+
     def ask_to_stop(self, reason: str, log_tail: tuple[str, ...]) -> None:
         """Request a stop of the run, as failed: more tries would only cost money."""
         ask_to_stop(self.store, StopOrder(reason, self.member, failed=True, log_tail=log_tail))
@@ -202,13 +215,20 @@ class RunOrders:
         return None if self._room == NO_LIMIT else self._room
 
     def is_over(self) -> bool:
-        """Return whether the run has ended."""
+        """Return whether the run has ended, as far as its newest snapshot can be read."""
+        try:
+            return self.surely_over()
+        except UnreadableEnd:  # workers will find a good snapshot, and read it
+            return False
+
+    def surely_over(self) -> bool:
+        """Return whether the run has ended. Raises UnreadableEnd if its newest snapshot is listed
+        and cannot be read: one such answer proves nothing."""
         refs = self.snapshots.refs()
         try:
             return bool(refs) and bool(self.snapshots.ended(self.snapshots.load(refs[0])))
-        except (NotFound, SnapshotCorrupt):
-            # pruned just now, or damaged: workers will find a good snapshot, and read it
-            return False
+        except (NotFound, SnapshotCorrupt) as e:
+            raise UnreadableEnd(f"snapshot {refs[0]} is listed, and cannot be read: {e}") from e
 
     def finish_for_script(self, epoch: Epoch) -> None:
         """Commit the end of a run whose script has no session and has ended well. Its snapshots are

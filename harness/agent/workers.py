@@ -29,8 +29,8 @@ from harness.core.masking import masked_line
 from harness.core.mesh import MeshChoice
 from harness.core.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT
 from harness.node import heartbeat, marks
-from harness.node.forkserver import Forked, ForkServerClient
-from harness.node.heartbeat import DUMP_SIGNAL
+from harness.node.forkserver import NO_MORE_S, Forked, ForkServerClient
+from harness.node.heartbeat import DUMP_SIGNAL, WorkerPhase
 from harness.node.marks import Want
 from harness.node.worker_gpus import NodeHardware
 from harness.uploader.node_tiers import NearbyConfig
@@ -136,15 +136,11 @@ class AgentConfig:
 # failure stops the run.
 
 ORDERLY = (FINISHED, DRAINED, RESIZE, STOPPED)  # exit codes of workers that end in an orderly way
-# our member's `end` as soon as a worker of ours has failed by its own fault, for peers whose
-# workers are affected
-FAILING = "failing"
-
 # our member's `end` when the world is about to change and our script has no session, for peers
 # whose scripts have none either
 CHANGING = "changing"
 
-# same failure of the script at the same committed step: the run stops, since retries do not help
+# same failure of the script after the same step, with none done since: retries do not help
 SAME_FAILURE_LIMIT = 3
 # signals from outside (out of memory, an operator) and hangs may be bad luck for longer
 SAME_KILL_LIMIT = 10
@@ -160,8 +156,8 @@ PLANNED_S = 30.0  # for our workers to end after a peer's ended as planned
 PEER_LEFT_S = 1.0  # ... after a peer's have failed
 BATCH_S = 5.0  # for members that are warming up to join together with those that are ready
 
-# Errors of a worker when the connection to another rank breaks. They are a hint to check the other
-# members, and no proof.
+# Errors of a worker when the connection to another rank breaks. In a world of several nodes nobody
+# can tell whose fault that was, so it counts as a loss; on a single node somebody here was first.
 LOST_TYPES = (
     "DistError",
     "DistBackendError",
@@ -192,9 +188,27 @@ LOST_WORDS = (
     "EADDRINUSE",
     "Application timeout",
 )
+SCRIPT = ("the script", "Mend the script")  # what failed in a crash loop, and what to do
+HINTS = {
+    "SIGKILL": "The kernel does so when memory runs out: use less of it, or nodes with more",
+}
 WHY_UNFINISHED = (
     "the script exited 0 before the run's last step was committed as such: let it end by itself "
     "(no os._exit), or call run.finish() after its last step"
+)
+
+
+WHY_APART = (
+    "the script ended with status 0 on rank {ended} while it went on on rank {waiting}, which "
+    "waits for it in a sum: wanted it to leave its loop at the same step on every rank; decide "
+    "together (run.sum), or call run.stop(reason) on one rank"
+)
+
+
+HUNG_EVERYWHERE = (
+    "workers of this node hung {hangs} times, the last time after step {step}, where a node before "
+    "it was worn out too, so it is no node's fault: see the stacks in the logs; does the script "
+    "call a collective on some ranks only?"
 )
 
 
@@ -229,6 +243,7 @@ class WorkerEnd:
     guilty: bool = False  # it caused the hang; otherwise it was waiting for others
     ended_by_us: bool = False  # we ended it while it was still at work
     tail: tuple[str, ...] = ()  # last lines of its log
+    place: WorkerPhase | None = None  # by its last heartbeat; None: it never sent one
 
     @property
     def has_failed(self) -> bool:
@@ -236,8 +251,7 @@ class WorkerEnd:
 
     @property
     def suspect(self) -> bool:
-        """True if it failed as workers do whose peer was lost. That proves nothing: see
-        `Evidence.victims`."""
+        """True if it failed as workers do whose peer was lost; see `Evidence.victims`."""
         if self.hung or not self.has_failed:
             return False
         return self.error in LOST_TYPES or any(sign in self.text for sign in LOST_WORDS)
@@ -259,7 +273,7 @@ class Evidence:
     attached: bool = True  # the script has a session
     told: Want = Want.NOTHING  # the request that a script without a session got by a signal
     run_over: bool = True  # False: we are responsible for the run's end, and it is not committed
-    lost: str = ""  # another member that is dead, gone, or has failed, or whose line broke
+    alone: bool = True  # this node is the whole world
 
     def all_in(self, codes: Collection[int]) -> bool:
         return all(c in codes for c in self.codes)
@@ -273,22 +287,15 @@ class Evidence:
             if w.code not in (FINISHED, RESIZE) and (w.hung or not w.ended_by_us)
         )
 
-    @property
-    def asks_for_witness(self) -> bool:
-        """True if only error messages blame a peer: then only the other members can prove that one
-        of them was lost."""
-        return bool(self.failed) and all(w.suspect for w in self.failed)
-
     @cached_property
     def victims(self) -> frozenset[int]:
-        """Ranks whose error looks like a victim's *and* for which another worker of this node, or
-        another member, was lost."""
+        """Ranks whose error looks like a victim's. If all do on a node that is alone, no other node
+        can be the cause: the first of them is."""
         suspects = [w for w in self.failed if w.suspect]
         victims = {
             w.rank for w in [*suspects, *(w for w in self.failed if w.hung and not w.guilty)]
         }
-        if self.asks_for_witness and not self.lost:
-            # no other was lost, so the first suspect is the cause
+        if suspects and self.alone and len(suspects) == len(self.failed):
             victims.discard(min(suspects, key=lambda w: w.failed_s).rank)
         return frozenset(victims)
 
@@ -296,6 +303,19 @@ class Evidence:
     def culprit(self) -> WorkerEnd | None:
         """The first failed worker that is not a victim; None if all are."""
         return next((w for w in self.failed if w.rank not in self.victims), None)
+
+    @property
+    def apart(self) -> str:
+        """The reason to stop the run, if the script has ended on some ranks while others hang in a
+        sum that these would have to join; else "", also if a worker failed, which may be why."""
+        there: dict[WorkerPhase | None, int] = {w.place: w.rank for w in self.workers}
+        ours = all(w.hung or w.ended_by_us for w in self.workers)
+        if not (ours and any(w.hung for w in self.workers)):
+            return ""
+        ended, waiting = there.get(WorkerPhase.ENDED), there.get(WorkerPhase.REDUCE)
+        if ended is None or waiting is None:
+            return ""
+        return WHY_APART.format(ended=ended, waiting=waiting)
 
     @property
     def signature(self) -> str:
@@ -336,6 +356,8 @@ TABLE = (
     EndRule(End.FENCED, lambda e: FENCED in e.codes),
     EndRule(End.DRAINED, lambda e: e.all_in((FINISHED, RESIZE)) and e.leaving),
     EndRule(End.RESIZE, lambda e: e.all_in((FINISHED, RESIZE))),
+    # the script has left its loop on some ranks only
+    EndRule(End.UNFINISHED, lambda e: bool(e.apart)),
     # broken off: the culprit decides
     EndRule(End.PEER_LOST, lambda e: e.culprit is None),
     EndRule(End.HUNG, lambda e: e.culprit is not None and bool(e.culprit.hung)),
@@ -371,41 +393,13 @@ def agent_exit_code(end: End, unfit: bool, worn_out: bool) -> int | None:
 
 
 # ---- while workers and peers end -----------------------------------------------------------------
-@dataclass(frozen=True)
-class EndWait:
-    """Waits after the first of our workers has ended: `others_s` for the others to end as well,
-    `evidence_s` for a lost member to become known. `to_blame`: one of ours failed by its own fault.
-    """
-
-    others_s: float
-    evidence_s: float = 0.0
-    to_blame: bool = False
-
-
-def patience(
-    workers: Iterable[WorkerEnd], alone: bool, silence_s: float, told: bool = False
-) -> EndWait:
-    """Return how long to wait after a worker has ended. `alone`: no other member is in the
-    generation; `silence_s`: time after which dead members are known; `told`: the script was asked
-    to end, and does it in its own way."""
+def patience_s(workers: Iterable[WorkerEnd], told: bool = False) -> float:
+    """Return the seconds to wait for our other workers to end after the first has. `told`: the
+    script was asked to end, and does it in its own way."""
     workers = list(workers)
     if told or not any(w.has_failed for w in workers):
-        return EndWait(SAVING_S)
-    if any(w.to_blame for w in workers):
-        return EndWait(LINGER_S, to_blame=True)
-    return EndWait(WORDS_S, evidence_s=0.0 if alone else silence_s)
-
-
-def lost_member(members: Iterable[Member], us: str, epoch: int, fell: Callable[[str], bool]) -> str:
-    """Return another member of this generation that is dead, gone, or has failed, or whose line
-    broke; "" if all appear to be fine."""
-    for m in members:
-        if m.member == us or m.end == End.FINISHED.value:
-            continue
-        left = m.epoch > epoch or (m.epoch == epoch and (m.state == "ready" or m.end == FAILING))
-        if left or m.state in ("gone", "dead") or fell(m.member):
-            return m.member
-    return ""
+        return SAVING_S
+    return LINGER_S if any(w.to_blame for w in workers) else WORDS_S
 
 
 @dataclass(frozen=True)
@@ -474,16 +468,19 @@ def why_no_more(me: Member, last: Epoch, fruitless: Fruitless, end: End | None) 
     if failure.startswith("BadInput"):
         return failure.removeprefix("BadInput: ")
     again = failure and (failure, me.failure_step) == (last.failure, last.failure_step)
-    limit = SAME_KILL_LIMIT if failure.startswith(("SIG", "Hung")) else SAME_FAILURE_LIMIT
+    by_others = failure.startswith(("SIG", "Hung"))
+    limit = SAME_KILL_LIMIT if by_others else SAME_FAILURE_LIMIT
     if "StoreUnavailable" in failure:
         limit = FRUITLESS_LIMIT  # an outage of the bucket is not the script's fault
     # a generation after that failure has counted it already
     times = last.streak + (last.epoch <= me.epoch)
     if again and times >= limit:
+        what, mend = ("a worker", HINTS.get(failure, "See its log")) if by_others else SCRIPT
+        verb = "was killed" if failure.startswith("SIG") else "failed"
         return (
-            f"crash loop: the script failed {times} times in a row at the same point "
-            f"(after step {me.failure_step}): {failure}. Mend the script, then launch again: the "
-            f"run resumes at step {me.failure_step}."
+            f"crash loop: {what} {verb} {times} times in a row at the same point "
+            f"(after step {me.failure_step}): {failure}. {mend}, then launch again: the "
+            f"run resumes at step {max(0, fruitless.step)}."
         )
     if fruitless.epochs >= FRUITLESS_LIMIT:
         how = end.value if end else ""
@@ -498,6 +495,7 @@ def why_no_more(me: Member, last: Epoch, fruitless: Fruitless, end: End | None) 
 TAIL_LINES = 40
 # for a killed worker to end; if it takes longer, it hangs in the kernel, and the node is unfit
 KILL_S = 20.0
+FORKED_WITHIN_S = 60.0  # a worker that is not forked by then hangs
 DUMP_S = 1.0  # for a hung worker to write its stacks
 
 
@@ -509,6 +507,7 @@ class Worker:
     pulse: heartbeat.WorkerHeartbeat
     tail: deque[str]
     reader: threading.Thread  # of its output
+    ordered_s: float  # when its fork was ordered
     hung: str = ""  # how it hung, in words; "": it did not
     guilty: bool = False  # it caused the hang; otherwise it was waiting for others
     ended_by_us: bool = False  # we ended it while it was still at work
@@ -540,6 +539,7 @@ class Worker:
             self.guilty,
             self.ended_by_us,
             tuple(self.tail),
+            self.pulse.sign.place if self.pulse.sign else None,
         )
 
     def failure(self) -> tuple[str, str]:
@@ -561,7 +561,9 @@ class Workers:
 
     def __init__(self, config: AgentConfig, member: str, record: Callable[[Fact], None]):
         self._config, self._member, self._record = config, member, record
-        self.mark = marks.MarkFile(config.node_dir / marks.MARK)
+        file = config.node_dir / marks.MARK
+        self.mark = marks.MarkFile(file, lambda: [w.process for w in self.all])
+        self._clear_heartbeats()
         self._epoch: Epoch = NO_EPOCH
         self._warm: ForkServerClient | None = None
         self.all: list[Worker] = []
@@ -595,10 +597,14 @@ class Workers:
     # ---- start -----------------------------------------------------------------------------------
     def clear_signs(self) -> None:
         """Remove the mark and the heartbeats of the last generation."""
-        signs = [self._sign(i) for i in range(self._config.nproc)]
-        for path in (self.mark.path, self._attached_path, *signs):
-            path.unlink(missing_ok=True)
+        self.mark.write(Want.NOTHING, "", None)
+        self._attached_path.unlink(missing_ok=True)
+        self._clear_heartbeats()
         flight_recorder.clear(self._config.node_dir)
+
+    def _clear_heartbeats(self) -> None:
+        for local_rank in range(self._config.nproc):
+            heartbeat.clear(self._sign(local_rank))
 
     def start(self, epoch: Epoch, stage: Path, patience: float) -> None:
         """Start all of this node's workers of a generation. `patience`: see
@@ -627,7 +633,7 @@ class Workers:
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         reader = threading.Thread(target=_read, args=(rank, out, tail), daemon=True)
         reader.start()
-        return Worker(process, error_file, rank, pulse, tail, reader)
+        return Worker(process, error_file, rank, pulse, tail, reader, pulse.since_s)
 
     def _environment(self, rank: int, local_rank: int) -> dict[str, object]:
         """Return the variables that torchrun would set for a worker, and those of a session."""
@@ -699,6 +705,7 @@ class Workers:
         """Extend all timeouts by `seconds`, for which the agent itself was suspended."""
         for worker in self.all:
             worker.pulse.forgive(seconds)
+            worker.ordered_s += seconds
 
     def signal(self, name: str) -> None:
         """Send a signal such as "USR1" (or "SIGUSR1") to workers that run."""
@@ -718,7 +725,7 @@ class Workers:
                 if now - worker.pulse.since_s > worker.pulse.bound_s(stopped=True)
                 else ""
             )
-            if what := worker.pulse.hung(now, state):
+            if what := worker.pulse.hung(now, state) or self._unforked(worker, now):
                 worker.hung = what
                 hung.append(worker)
                 self._report_hung(worker, now, state)
@@ -733,6 +740,11 @@ class Workers:
                 time.sleep(0.1)
             flight_recorder.wait(folder, asked)
         return hung
+
+    def _unforked(self, worker: Worker, now: float) -> str:
+        if worker.process.pid or now - worker.ordered_s <= FORKED_WITHIN_S:
+            return ""
+        return f"not forked for {FORKED_WITHIN_S:.0f} s: the warm process hangs"
 
     def _report_hung(self, worker: Worker, now: float, state: str) -> None:
         pulse = worker.pulse
@@ -764,9 +776,13 @@ class Workers:
         """Kill workers that are still at work. Return ranks that do not end within `KILL_S`."""
         for worker in self.all:
             worker.ended_by_us = worker.process.poll() is None
-            worker.process.kill(KILL_S)
+            worker.process.strike()
+        until_s = time.monotonic() + KILL_S
+        for worker in self.all:
+            worker.process.kill(max(NO_MORE_S, until_s - time.monotonic()))
             # read its last output; limited, since a grandchild may hold the pipe open
             worker.reader.join(2.0)
+            worker.pulse.look(time.monotonic())  # the step that it came to
         return [w.rank for w in self.all if w.process.returncode is None]
 
     def flights(self) -> list[flight_recorder.FlightDump]:

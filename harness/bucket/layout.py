@@ -50,6 +50,8 @@ SNAPSHOT = "control/snapshot-"  # + anything: all ranks snapshot and go on
 # + attempt: written, and withdrawn, by the agent of a node that may not stay
 DOUBT = "control/doubt-"
 LEAVE = "control/leave-"  # + attempt: written by the controller, to have a node snapshot and leave
+# + step, member: written by the agent of a node whose workers hung too often, the last time then
+HUNG = "control/hung-"
 LIMITS_KEY = "control/limits.json"  # rewritten by the controller: limits for when there is none
 FACTS = "facts/"
 ARCHIVE = "archive/"  # the archive of long runs: archive.py
@@ -218,10 +220,12 @@ class Member:
     beat: Natural = 0
     end: str = ""  # how its last generation ended for it: facts.EpochLeft.why
     failure: str = ""  # signature of the script's failure that ended its last generation
-    failure_step: Natural = 0  # newest committed step when it failed
+    failure_step: Natural = 0  # last step that was done before it failed
     place: str = ""  # members of one place reach each other; a generation is in one place
     beat_s: Amount = 0.0  # promised seconds between heartbeats, at most; 0: the default
     key: str = ""  # secret that callers of its lines need
+    # whom it reaches, by lines that are up both ways; None: it has no lines
+    reach: tuple[str, ...] | None = None
     protocol: Natural = field(default_factory=written_protocol)
 
     @classmethod

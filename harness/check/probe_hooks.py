@@ -290,7 +290,7 @@ def attend(module: ModuleType, folder: Path) -> None:
 def _attend_boundaries() -> None:
     """Wrap the places where a session resumes, ends a step, and votes."""
     from harness.worker import boundary as hands
-    from harness.worker import step as votes
+    from harness.worker import votes
 
     resume, boundary, cast = hands.Boundary.resume, hands.Boundary.boundary, votes.Votes.cast
 

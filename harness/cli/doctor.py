@@ -163,29 +163,38 @@ def clouds(sky: Sky) -> Finding:
     return Finding("clouds", OK if len(names) > 1 else WARN, ", ".join(names), more)
 
 
-def offers(sky: Sky, task: Task) -> tuple[Finding, Sequence[Offer]]:
+def offers(sky: Sky, task: Task) -> tuple[list[Finding], Sequence[Offer]]:
+    """Check which offers the task has, and whether their nodes would reach each other."""
     try:
         cloud = SkyPilotCloud(task, "doctor", sky)
         found = cloud.offers()
     except CloudUnavailable as e:
-        return Finding("offers", FAIL, str(e), "try again when that is mended"), ()
+        return [Finding("offers", FAIL, str(e), "try again when that is mended")], ()
     except (BadInput, SkyError) as e:
-        return Finding(
-            "offers", FAIL, str(e), "loosen `resources`, or enable more clouds: sky check -v"
-        ), ()
+        remedy = "loosen `resources`, or enable more clouds: sky check -v"
+        return [Finding("offers", FAIL, str(e), remedy)], ()
+    more = [network(cloud.own_network)] if cloud.own_network else []
     best, places = found[0], {o.place for o in found}
     left = f"; {len(cloud.no_market)} without a spot market left out" if cloud.no_market else ""
     said = (
         f"{len(found)} in {len(places)} places, from {best.usd_per_h:.4g} USD/h ({best.name}){left}"
     )
     if len(places) == 1:
-        return Finding(
-            "offers",
-            WARN,
-            said,
-            "only one place suits: when it is full the run waits; add accelerators under any_of",
-        ), found
-    return Finding("offers", OK, said), found
+        remedy = "only one place suits: when it is full the run waits; add accelerators (any_of)"
+        return [Finding("offers", WARN, said, remedy), *more], found
+    return [Finding("offers", OK, said), *more], found
+
+
+def network(alone: Sequence[str]) -> Finding:
+    """Return the finding for offers whose nodes each get a network of their own."""
+    return Finding(
+        "network",
+        WARN,
+        f"{len(alone)} offers, such as {alone[0]}, are for single nodes only: SkyPilot makes a "
+        "VNet for each cluster, and nodes in two of them do not reach each other",
+        "for more nodes name one VNet, with a subnet in the region: azure.vpc_name in "
+        "~/.sky/config.yaml, or under `config:` in the task file",
+    )
 
 
 def quotas(found: Sequence[Offer], ask: Callable[[Sequence[str]], str]) -> list[Finding]:
@@ -392,8 +401,8 @@ def examine(
         if found[-1].state == OK:
             found.append(clouds(sky))
             if found[-1].state != FAIL and task:
-                finding, some = offers(sky, task)
-                found += [finding, *quotas(some, ask)]
+                findings, some = offers(sky, task)
+                found += [*findings, *quotas(some, ask)]
     if url:
         found.append(bucket(url, open_at, token))
     return [*found, tracker(task, env, home), gpus()]

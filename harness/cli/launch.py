@@ -74,6 +74,7 @@ from harness.core.world import BadInput, Fenced, HarnessError, World
 from harness.look.alerts.alert_evaluator import AlertWatch
 from harness.look.reports.live_view import follow
 from harness.look.trackers.prometheus import RunGauges, check_address, exposing
+from harness.node.heartbeat import tolerate_full_logs
 from storage.errors import StoreError, StoreUnavailable
 from storage.stores.objects import ObjectStore
 from storage.stores.store_urls import normalize, open_store
@@ -394,6 +395,7 @@ def _secrets(flags: LaunchFlags) -> dict[str, str]:
 
 def launch(flags: LaunchFlags) -> int:
     """Lead a run until it is done: launch nodes, and replace lost ones."""
+    tolerate_full_logs()
     console = Console()
     nodes = node_range(flags.nodes)
     _check_skypilot(flags.cloud)
@@ -622,6 +624,7 @@ def _cloud(
         sky_broker(url),
         clouds=clouds,
         on_demand=on_demand,
+        fleet=nodes[1] > 1,
         log_dir=state_dir(url, "sky-logs"),
     )
 

@@ -47,7 +47,7 @@ from harness.core.flags import Bounds, StepsAsked, flag, positional
 from harness.core.input_files import output_folder, readable_file
 from harness.core.mesh import meshes_told, parse_choice, replica_ranks_told
 from harness.core.world import BadInput
-from harness.node.heartbeat import FACTOR, Limits, die_with_parent
+from harness.node.heartbeat import FACTOR, Limits, die_with_parent, tolerate_full_logs
 from harness.node.worker_gpus import NodeHardware
 from harness.notices.sources import (
     LimitSource,
@@ -546,6 +546,7 @@ def run(flags: RunFlags) -> int:
     check_for_workers(env)
     if env.get("HARNESS_NODE_DIR"):  # nodes of the local cloud die as a whole, like machines
         die_with_parent()
+    tolerate_full_logs()
     beside, sources = _beside(flags, env), _sources(flags, env)
     config = _config(flags, env, normalize(url), argv, beside)
     # wrong input is reported before anything is written anywhere

@@ -60,6 +60,10 @@ def without_colours(text: object) -> str:
     return COLOURS.sub("", str(text)).strip()
 
 
+# clouds where SkyPilot makes a network for each cluster, unless `<cloud>.vpc_name` names one
+OWN_NETWORK = ("azure",)
+
+
 class Calls:
     """The calls that the broker answers: each public method is one. Arguments and results are
     JSON."""
@@ -144,7 +148,20 @@ class Calls:
             "accelerator": str(accelerator),
             "gpus": int(count * num_nodes),
             "resources": resources.to_yaml_config(),
+            "own_network": cloud in OWN_NETWORK and not Calls._network(cloud, resources),
         }
+
+    @staticmethod
+    def _network(cloud: str, resources: Any) -> str | None:
+        """Return the network that the person's configuration puts a cluster into, if any."""
+        name: str | None = sky("skypilot_config").get_effective_region_config(
+            cloud=cloud,
+            region=resources.region,
+            keys=("vpc_name",),
+            default_value=None,
+            override_configs=resources.cluster_config_overrides,
+        )
+        return name
 
     # -- clusters --
     def launch(

@@ -164,11 +164,21 @@ def to_offer(answer: Mapping[str, Any]) -> Offer:
     )
 
 
+NO_NETWORK = (
+    "wanted nodes that reach each other, found that each node of {} would get a network of its "
+    "own (SkyPilot makes a VNet for each cluster), so they could not train together; name one VNet "
+    "that has a subnet in the region: `azure: {{vpc_name: NAME}}` in ~/.sky/config.yaml, or under "
+    "`config:` in the task file; or launch with --nodes 1"
+)
+
+
 class SkyOffers:
     """The offers for one task, refreshed when they are older than OFFERS_FRESH_S.
 
     `path`: the task file, for messages. `config`: its contents. `clouds`: only these, without
     asking which are enabled; `None` means the enabled ones. `on_demand`: on-demand nodes as well.
+    `fleet`: several nodes train together, so offers whose nodes do not reach each other are left
+    out.
     """
 
     def __init__(
@@ -178,8 +188,11 @@ class SkyOffers:
         config: Mapping[str, Any],
         clouds: Sequence[str] | None,
         on_demand: bool,
+        fleet: bool,
         now: Callable[[], float],
     ):
+        self._fleet = fleet
+        self.own_network: tuple[str, ...] = ()  # offers with a network for each node
         self._sky, self._path, self.config, self._now = sky, path, config, now
         self._clouds, self._on_demand = clouds, on_demand
         self._answers: dict[str, dict[str, Any]] = {}
@@ -236,6 +249,11 @@ class SkyOffers:
                 f"{self._path}: SkyPilot has no offer: {e.message}; `sky check` tells more"
             ) from e
         self._answers |= {a["name"]: a for a in answers}
+        self.own_network = tuple(a["name"] for a in answers if a.get("own_network"))
+        if self._fleet and self.own_network:
+            answers = [a for a in answers if not a.get("own_network")]
+            if not answers:
+                raise BadInput(f"{self._path}: {NO_NETWORK.format(self.own_network[0])}")
         found = sorted(to_offer(a) for a in answers if not a["spot"] or has_spot_market(a))
         self.no_spot_market = tuple(
             a["name"] for a in answers if a["spot"] and not has_spot_market(a)
@@ -275,8 +293,8 @@ class SkyPilotCloud:
     """A `Cloud` whose members are clusters named `<tag>-<attempt>`.
 
     `sky` calls SkyPilot (a `Broker`, or a fake); `clouds`: plan for these without asking which are
-    enabled; `on_demand`: offer on-demand nodes as well; `log_dir`: where the last log lines of
-    failed nodes are kept.
+    enabled; `on_demand`: offer on-demand nodes as well; `fleet`: several nodes train together;
+    `log_dir`: where the last log lines of failed nodes are kept.
     """
 
     def __init__(
@@ -287,6 +305,7 @@ class SkyPilotCloud:
         *,
         clouds: Sequence[str] | None = None,
         on_demand: bool = False,
+        fleet: bool = False,
         log_dir: Path | None = None,
         ask_every_s: float = ASK_EVERY_S,
         now: Callable[[], float] = steady_clock.now,
@@ -300,7 +319,7 @@ class SkyPilotCloud:
         self.broken: BadInput | None = None  # why no launch of this task can work
         self._ask_every_s, self._now = ask_every_s, now
         config: dict[str, Any] = yaml.safe_load(task.path.read_text())
-        self._market = SkyOffers(sky, task.path, config, clouds, on_demand, now)
+        self._market = SkyOffers(sky, task.path, config, clouds, on_demand, fleet, now)
         self._attempts: dict[int, SkyAttempt] = {}
         self._lock = threading.RLock()
         self._last = _LastLook()
@@ -319,6 +338,11 @@ class SkyPilotCloud:
     def no_market(self) -> tuple[str, ...]:
         """Names of the spot offers that are left out because they have no spot market."""
         return self._market.no_spot_market
+
+    @property
+    def own_network(self) -> tuple[str, ...]:
+        """Names of the offers whose nodes would each get a network of their own."""
+        return self._market.own_network
 
     def launch(self, attempt: int, offer: Offer) -> None:
         if self.broken:

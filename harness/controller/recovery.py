@@ -57,7 +57,7 @@ from harness.core.world import (
     World,
     cloud_of,
 )
-from harness.ledger.attempts import UNSHOWN, AttemptHistory, how_it_ended
+from harness.ledger.attempts import UNSHOWN, AttemptHistory, how_it_ended, killed_by
 from harness.ledger.bill import bill
 from storage.canonical_json import BadObject, parsed
 from storage.errors import NotFound, StoreError, StoreUnavailable
@@ -355,7 +355,10 @@ class Loop:
                     self.note(AttemptUp(node.attempt, node.up_s))
                 book.open[node.attempt] = node
             elif not node.alive and not book.knows_end(node):
-                self.close(node, how_it_ended(node), step)
+                end = how_it_ended(node)
+                if end == "killed":
+                    node = dataclasses.replace(node, reason=killed_by(node.exit_code))
+                self.close(node, end, step)
         self.reconcile_unshown(step)
         said = set(self.world.store.list(DOUBT))
         for attempt in sorted(book.open) if said or book.doubted else ():

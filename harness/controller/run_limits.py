@@ -72,8 +72,8 @@ def broken(run: RunSpec, book: AttemptHistory, view: View) -> str | None:
     """Return which limit of the run is exceeded, in words; None if none is."""
     if book.streaks.failures >= run.max_failures_at_one_step:
         return (
-            f"the script failed {book.streaks.failures} times in a row after step {book.step}; "
-            "see the workers' logs"
+            f"the nodes' command failed {book.streaks.failures} times in a row after step "
+            f"{book.step}, by itself and not by a signal; see the nodes' logs"
         )
     if book.streaks.refused >= run.max_failures_at_one_step and not book.open:
         return (

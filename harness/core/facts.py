@@ -125,7 +125,7 @@ class AttemptEnded(Fact):
 
     attempt: int
     # "finished" | "drained" | "preempted" | "failed" | "terminated" | "no-capacity" | "lost" |
-    # "unfit" | "refused"
+    # "unfit" | "refused" | "killed" (its command, by a signal that nobody asked for)
     end: str
     asked_s: float
     up_s: float | None
@@ -318,12 +318,13 @@ class NodeMeasured(Fact):
 
 @dataclass(frozen=True)
 class HelperEnded(Fact):
-    """A process beside rank 0 ended though it should run; it is restarted with backoff."""
+    """A process beside rank 0, or a node's uploader, ended though it should run, or was killed as
+    it hung; it is restarted with backoff."""
 
     member: str
-    helper: str  # "trackers" | "replica" | "keeper" | "alerts"
+    helper: str  # "trackers" | "replica" | "keeper" | "alerts" | "uploader"
     exit_code: int
-    why: str = ""  # the last line of its log
+    why: str = ""  # what its log or its silence says
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import signal
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -338,7 +339,7 @@ class AttemptTotals:
 
 
 def _unasked(end: AttemptEnded) -> bool:
-    return end.end in ("preempted", "failed", "unfit", "refused") or (
+    return end.end in ("preempted", "failed", "killed", "unfit", "refused") or (
         end.end == "lost" and end.up_s is not None
     )
 
@@ -624,4 +625,16 @@ def how_it_ended(node: Node) -> str:
         return "terminated"
     if node.exit_code is None or node.reason in ("preempted", "killed"):
         return "preempted"
-    return "failed"
+    return "killed" if killed_by(node.exit_code) else "failed"
+
+
+def killed_by(exit_code: int | None) -> str:
+    """Return in words which signal ended a node's command, such as the kernel's when memory runs
+    out; "" if it ended by itself. `exit_code`: as Python tells it (-9), or a shell (137)."""
+    number = 0 if exit_code is None else -exit_code if exit_code < 0 else exit_code - 128
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return ""
+    memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
+    return f"its command was killed by {name}{memory}"

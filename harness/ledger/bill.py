@@ -362,7 +362,7 @@ def apportion(amount: int, weights: dict[str, int]) -> dict[str, int]:
 # The rows of a ledger. Pure.
 
 # values of AttemptEnded.end that mean an unwanted end
-BAD_ENDS = ("failed", "preempted", "lost", "unfit", "refused")
+BAD_ENDS = ("failed", "killed", "preempted", "lost", "unfit", "refused")
 
 
 # ---- rows ----------------------------------------------------------------------------------------

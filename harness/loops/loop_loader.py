@@ -44,6 +44,7 @@ from harness.worker.batches.loader import (
 )
 from harness.worker.step import OpenStep, Work
 from harness.worker.step_timing import DATA, FORWARD
+from harness.worker.votes import HalfSteps
 
 if TYPE_CHECKING:
     from harness.worker.session import Session
@@ -162,8 +163,10 @@ class LoaderStep(OpenStep):
         cut: Cut,
         reader: Reader,
         began: tuple[float, float],
+        halves: HalfSteps,
     ):
         super().__init__(work, work.run.step + 1, began)
+        self._halves, self._noted = halves, False
         self.cut, self.begins = cut, place.position
         self._place, self._reader = place, reader
         self._sums.shares, self._sums.tokens_weighted = cut.shares, True
@@ -176,8 +179,11 @@ class LoaderStep(OpenStep):
         w, filler = self._work, i >= self.cut.own
         if i == 0:
             self._left, self._repeats = len(self.cut.given), None
-            if w.training.strategy.may_repeat and w.training.buffers is not None:
+            votes = self._halves.begin(self._left, self.cut.shares if first else ())
+            self._noted = votes or w.training.strategy.may_repeat
+            if self._noted and w.training.buffers is not None:
                 w.training.buffers.note()
+        self._halves.look(i)
         if first and not filler:
             self._sums.note_foreign(batch.positions, batch.samples)
         last = i == len(self.cut.given) - 1
@@ -195,7 +201,7 @@ class LoaderStep(OpenStep):
             self._repeats = w.training.strategy.again()
             if self._repeats:
                 self._repeat()
-            elif w.training.strategy.may_repeat and w.training.buffers is not None:
+            elif self._noted and w.training.buffers is not None:
                 w.training.buffers.learn()
         return self._repeats
 
@@ -469,7 +475,7 @@ class MicroLoader:
         if batch is None:
             return
         cut = self._cuts.popleft()
-        step = self.step = LoaderStep(w, self._place, cut, self._reader, began)
+        step = self.step = LoaderStep(w, self._place, cut, self._reader, began, front._halves)
         w.peers.life.tell(WorkerPhase.COMPUTE, w.run.step)
         first = True
         while first or step.repeats():

@@ -17,6 +17,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import runpy
 import select
 import signal
@@ -29,6 +30,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, BinaryIO, NoReturn
 
+import harness
 from harness.core import extensions
 from harness.core.masking import learn, masked_deep
 from harness.core.world import BadInput
@@ -46,6 +48,8 @@ from storage.tensor_threads import end_threads
 # forked from it in milliseconds.
 
 NO_MORE_S = 5.0  # for the warm process to report the end of a worker
+FORK_S = 1.0  # for the warm process to report a fork that is wanted no more
+CLOSE_S = 10.0  # for the warm process to end once it is killed; longer if it hangs in the kernel
 
 
 class Forked:
@@ -72,22 +76,26 @@ class Forked:
             if self.pid and self.returncode is None:
                 os.kill(self.pid, number)
 
+    def strike(self) -> None:
+        """Send SIGKILL to its process group, without waiting."""
+        with self._nursery.changed:
+            if self.pid and self.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGKILL)
+
     def kill(self, within_s: float) -> None:
         """Send SIGKILL to its process group and wait for its end, for at most `within_s`: a worker
         that hangs in a driver cannot be killed."""
         until_s = time.monotonic() + within_s
         while self.returncode is None:
-            with self._nursery.changed:
-                if self.pid and self.returncode is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(self.pid, signal.SIGKILL)
+            self.strike()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.wait(min(NO_MORE_S, within_s))
+                self.wait(min(NO_MORE_S if self.pid else FORK_S, within_s))
                 return
-            # the worker has ended, so the warm process hangs, or is stopped
+            # the worker has ended, or never began: the warm process hangs, or is stopped
             if not self.pid or process_state(self.pid) in ("Z", ""):
                 self._nursery.close()
-            elif time.monotonic() > until_s:
+            if time.monotonic() > until_s:
                 return
 
 
@@ -140,8 +148,9 @@ class ForkServerClient:
     def close(self) -> None:
         """End the process, and with it its workers."""
         self._process.kill()
-        self._process.wait()
-        self._listener.join()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_S)
+            self._listener.join(CLOSE_S)
 
     def _listen(self) -> None:
         while True:
@@ -182,16 +191,29 @@ class ForkServerClient:
             self.changed.notify_all()
 
 
+def wrong_call(error: BaseException) -> str:
+    """Return in words that a script called a function of `harness` with wrong arguments, which no
+    retry can change; "" if `error` is none of that kind."""
+    found = re.match(r"(\w+)(\.\w+)?\(\) (missing|got|takes) ", str(error))
+    if not isinstance(error, TypeError) or found is None or found[1] not in harness.__all__:
+        return ""
+    # Python raises it where the function is called, before that begins
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{at.filename}:{at.lineno}: {error}; docs/API.md lists what it takes"
+
+
 def write_error(error: BaseException) -> None:
     """Write type, message and traceback to the file that the agent (or torchrun) reads."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
+    wrong = wrong_call(error)
+    name = BadInput.__name__ if wrong else type(error).__name__
     body = {
         "message": {
-            "message": f"{type(error).__name__}: {error}",
-            "type": type(error).__name__,
-            "text": str(error),
+            "message": f"{name}: {wrong or error}",
+            "type": name,
+            "text": wrong or str(error),
             "extraInfo": {
                 "py_callstack": "".join(traceback.format_exception(error)),
                 "timestamp": str(int(time.time())),
@@ -258,7 +280,8 @@ def serve(fd: int) -> None:
         try:
             importlib.import_module(module)
         except Exception as e:  # the script itself will fail, if it needs the module
-            print(f"harness: preload {module}: {type(e).__name__}: {e}", flush=True)
+            with contextlib.suppress(OSError):
+                print(f"harness: preload {module}: {type(e).__name__}: {e}", flush=True)
     gc.collect()
     gc.freeze()  # permanent objects are not scanned, so workers do not copy their pages
     gc.enable()

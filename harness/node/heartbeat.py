@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import os
+import re
 import signal
 import struct
+import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
-# Conventions between the processes of one machine: death with the parent, names, signals. No
-# torch.
+# Conventions between the processes of one machine: death with the parent, names, signals, output.
+# No torch.
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 # loaded here: a freshly forked child must not import or allocate much
@@ -49,14 +53,49 @@ def name_process(name: str) -> None:
         LIBC.prctl(PR_SET_NAME, name.encode()[:15])
 
 
+class _LossyOutput(io.RawIOBase):
+    """An output of this process that takes everything, and loses what `raw` does not take."""
+
+    def __init__(self, raw: io.RawIOBase):
+        self._raw = raw
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return self._raw.isatty()
+
+    def fileno(self) -> int:
+        return self._raw.fileno()
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._raw.write(data) or len(data)
+        except OSError:
+            return len(data)
+
+
+def tolerate_full_logs() -> None:
+    """Let words of this process be lost, instead of failing whoever says them, when the disk of its
+    log is full or the reader of its output is gone."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and stream is getattr(sys, f"__{name}__"):
+            raw = getattr(stream.buffer, "raw", stream.buffer)
+            lossy = io.BufferedWriter(_LossyOutput(raw))
+            told = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": True}
+            setattr(sys, name, io.TextIOWrapper(lossy, **told))
+
+
+WRITES = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
 LAYOUT = struct.Struct("<qqqd")  # beats, step, place, time at which the step was recorded
 REMEMBERED_STEPS = 50
 FACTOR = 10.0  # a step may take this many times as long as the slowest remembered one
 
 
 class WorkerPhase(IntEnum):
-    """The phase of a worker's life. In REDUCE, SAVING and LEAVING it waits for others, so its
-    silence may be their fault."""
+    """The phase of a worker's life. In those of `WAITS_FOR_OTHERS` its silence may be the fault of
+    others."""
 
     START = 1  # until the process group is ready
     RESTORE = 2  # loading a snapshot
@@ -65,10 +104,11 @@ class WorkerPhase(IntEnum):
     STAGING = 5  # copying the state to host memory
     SAVING = 6  # waiting for a snapshot to be committed
     LEAVING = 7
+    ENDED = 8  # the script has ended with status 0 amid the training: waiting for the other ranks'
 
 
-WAITS_FOR_OTHERS = (WorkerPhase.REDUCE, WorkerPhase.SAVING, WorkerPhase.LEAVING)
 WAITS_FOR_SNAPSHOTS = (WorkerPhase.SAVING, WorkerPhase.LEAVING)
+WAITS_FOR_OTHERS = (WorkerPhase.REDUCE, *WAITS_FOR_SNAPSHOTS, WorkerPhase.ENDED)
 
 
 @dataclass(frozen=True)
@@ -87,11 +127,9 @@ class ProgressFile:
 
     def __init__(self, path: str | None):
         self.path = path or ""
-        self._fd = (
-            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            if path
-            else -1
-        )
+        if path:
+            clear(Path(path))
+        self._fd = os.open(path, WRITES, 0o600) if path else -1
         self._beats, self._step, self._place, self._step_s = 0, 0, WorkerPhase.START, 0.0
 
     def tell(self, place: WorkerPhase | None = None, step: int | None = None) -> None:
@@ -101,11 +139,22 @@ class ProgressFile:
         if step is not None and step != self._step:
             self._step, self._step_s = step, time.monotonic()
         if self._fd >= 0:
-            os.pwrite(self._fd, self.sign.packed(), 0)
+            with contextlib.suppress(OSError):  # a full disk is no failure of the script
+                os.pwrite(self._fd, self.sign.packed(), 0)
 
     @property
     def sign(self) -> Sign:
         return Sign(self._beats, self._step, self._place, self._step_s)
+
+
+def clear(path: Path) -> None:
+    """Make the file show no heartbeat. It keeps its space, as the disk may be full later."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, WRITES, 0o600)
+        try:
+            os.pwrite(fd, bytes(LAYOUT.size), 0)
+        finally:
+            os.close(fd)
 
 
 def read(path: Path) -> Sign | None:
@@ -114,7 +163,7 @@ def read(path: Path) -> Sign | None:
         beats, step, place, step_s = LAYOUT.unpack(path.read_bytes()[: LAYOUT.size])
     except (FileNotFoundError, struct.error):
         return None
-    return Sign(beats, step, WorkerPhase(place), step_s)
+    return Sign(beats, step, WorkerPhase(place), step_s) if beats else None
 
 
 def process_state(pid: int) -> str:
@@ -124,6 +173,16 @@ def process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+def handles(pid: int, number: int) -> bool:
+    """Return whether the process has a handler for the signal, which else would kill it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.M)
+    return bool(caught and int(caught[1], 16) >> (number - 1) & 1)
 
 
 @dataclass(frozen=True)
@@ -178,7 +237,7 @@ class WorkerHeartbeat:
             return self.limits.stopped_s if known is None else known
         if self.sign is None or self.sign.place in (WorkerPhase.START, WorkerPhase.RESTORE):
             return self.limits.start_s
-        if self.sign.place in (WorkerPhase.STAGING, WorkerPhase.SAVING, WorkerPhase.LEAVING):
+        if self.sign.place in (WorkerPhase.STAGING, *WAITS_FOR_SNAPSHOTS, WorkerPhase.ENDED):
             return self.limits.save_s
         if known is not None:
             return known

@@ -2,21 +2,26 @@
 boundary. Both ends: the agent writes, each worker reads.
 
 A mark is one small JSON file beside the agent, so no signal handler is needed; `touch mark.json` is
-enough for a person (an empty or malformed mark means: drain). It knows nothing of torch, clouds or
-the bucket.
+enough for a person (an empty or malformed mark means: drain). It is allocated beforehand, as the
+disk may be full by then; where even that fails, workers get a signal. It knows nothing of torch,
+clouds or the bucket.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
-from dataclasses import dataclass
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from harness.core.world import DRAINED, RESIZE, STOPPED
+from harness.node.heartbeat import handles
 
 
 class Want(IntEnum):
@@ -32,7 +37,18 @@ class Want(IntEnum):
 
 # in the node's folder: the mark, and the file by which a worker shows that it reads it
 MARK, ATTACHED = "mark.json", "attached"
+MARK_NBYTES = 4096  # of a mark's file, padded with spaces: one block of a disk
+MOST_WHY = 400  # characters of a reason, so that a mark fits
 EXIT_CODE = {Want.RESIZE: RESIZE, Want.DRAIN: DRAINED, Want.STOP: STOPPED}
+
+
+# The signal by which a worker that handles it gets a request that cannot be written. Real-time
+# signals, which scripts, libraries and batch systems leave alone.
+SIGNALS: dict[Want, int] = (
+    {want: signal.SIGRTMIN + 8 + want for want in Want if want}
+    if hasattr(signal, "SIGRTMIN")
+    else {}
+)
 
 
 @dataclass(frozen=True)
@@ -43,26 +59,86 @@ class Mark:
     id: str = ""
 
 
-def write(path: Path, want: Want, why: str, deadline_s: float | None = None) -> None:
-    """Write a mark atomically: a reader never sees half a mark."""
-    temporary = path.with_suffix(".tmp")
-    body = {"want": int(want), "why": why, "deadline_s": deadline_s, "id": secrets.token_hex(4)}
-    temporary.write_text(json.dumps(body))
-    temporary.replace(path)
+class MarkedProcess(Protocol):
+    """A worker that reads the mark."""
+
+    pid: int
+
+    def send_signal(self, number: int) -> None: ...
 
 
 class MarkFile:
-    """The agent's end of the mark."""
+    """The agent's end of the mark, which needs no space on the disk when it is needed.
 
-    def __init__(self, path: Path):
-        self.path = path
+    Spare files of one block are allocated beforehand; a mark is a spare that was written in place
+    and renamed, so a reader never sees half a mark. What cannot be written all the same reaches
+    the workers by signal, and is tried again by `write_again`. `processes`: those that read it.
+    """
+
+    def __init__(self, path: Path, processes: Callable[[], Iterable[MarkedProcess]] = tuple):
+        self.path, self._processes = path, processes
+        self._signalled: set[tuple[str, int]] = set()  # marks and the processes that got them
+        self._spares = [path.with_suffix(f".spare{i}") for i in (1, 2)]
+        self._unwritten: Mark | None = None
+        self._allocate()
 
     def write(self, want: Want, why: str, deadline_s: float | None) -> None:
         """Write the mark; NOTHING: remove it."""
-        if want is Want.NOTHING:
-            self.path.unlink(missing_ok=True)
-        else:
-            write(self.path, want, why, deadline_s)
+        self._unwritten = Mark(want, why[:MOST_WHY], deadline_s, secrets.token_hex(4))
+        self.write_again()
+
+    def write_again(self) -> None:
+        """Write the last mark if it could not be written yet."""
+        if (mark := self._unwritten) is None:
+            return
+        try:
+            if mark.want is Want.NOTHING:
+                self._remove()
+            else:
+                self._press(json.dumps(asdict(mark)).encode().ljust(MARK_NBYTES))
+            self._unwritten = None
+        except OSError as e:
+            self._signal(mark, e)
+
+    def _signal(self, mark: Mark, error: OSError) -> None:
+        """Send the request, once, to each process that handles its signal."""
+        if (mark.id, 0) not in self._signalled:
+            self._signalled.add((mark.id, 0))
+            print(
+                f"harness run: {self.path} cannot be written ({error.strerror}): workers get the "
+                f"request ({mark.want.name.lower()}) by signal; make room there",
+                flush=True,
+            )
+        number = SIGNALS.get(mark.want, 0)
+        for process in self._processes():
+            told = (mark.id, process.pid)
+            if number and told not in self._signalled and handles(process.pid, number):
+                self._signalled.add(told)
+                process.send_signal(number)
+
+    def _press(self, body: bytes) -> None:
+        if not any(spare.exists() for spare in self._spares):
+            self._allocate()
+        spare, other = sorted(self._spares, key=lambda path: not path.exists())
+        with open(spare, "r+b") as f:
+            f.write(body)
+        if not other.exists():  # the mark that this one replaces is the next spare
+            with contextlib.suppress(FileNotFoundError):
+                os.link(self.path, other)
+        spare.replace(self.path)
+
+    def _remove(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            missing = [spare for spare in self._spares if not spare.exists()]
+            self.path.replace(missing[0]) if missing else self.path.unlink()
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Make every spare whole, as far as the disk has space."""
+        with contextlib.suppress(OSError):
+            for spare in self._spares:
+                if not spare.exists() or spare.stat().st_size != MARK_NBYTES:
+                    spare.write_bytes(bytes(MARK_NBYTES))
 
 
 class MarkReader:
@@ -76,28 +152,32 @@ class MarkReader:
     def read(self) -> Mark:
         if self._path is None:
             return self._mark
-        try:
-            found = os.stat(self._path)
-        except FileNotFoundError:
-            self._stamp, self._mark = (0, 0), Mark(Want.NOTHING, "")
-            return self._mark
-        if (found.st_mtime_ns, found.st_ino) != self._stamp:
+        with contextlib.suppress(OSError):  # what the disk does not tell has not changed
             try:
-                body: dict[str, Any] = json.loads(self._path.read_bytes())
-                mark = Mark(
-                    Want(body["want"]),
-                    str(body["why"]),
-                    body.get("deadline_s"),
-                    str(body.get("id", found.st_mtime_ns)),
-                )
-            except (ValueError, KeyError, TypeError, RecursionError):
-                # empty or malformed, as written by hand
-                mark = Mark(Want.DRAIN, "touched by hand", None, str(found.st_mtime_ns))
-            self._mark = mark
-            self._stamp = (found.st_mtime_ns, found.st_ino)
+                self._look(self._path)
+            except FileNotFoundError:
+                self._stamp, self._mark = (0, 0), Mark(Want.NOTHING, "")
         if self._mark.want is Want.SNAPSHOT and self._mark.id == self._answered:
             return Mark(Want.NOTHING, "")
         return self._mark
+
+    def _look(self, path: Path) -> None:
+        found = os.stat(path)
+        if (stamp := (found.st_mtime_ns, found.st_ino)) == self._stamp:
+            return
+        data = path.read_bytes()
+        try:
+            body: dict[str, Any] = json.loads(data)
+            self._mark = Mark(
+                Want(body["want"]),
+                str(body["why"]),
+                None if (by_s := body.get("deadline_s")) is None else float(by_s),
+                str(body.get("id", found.st_mtime_ns)),
+            )
+        except (ValueError, KeyError, TypeError, RecursionError):
+            # empty or malformed, as written by hand
+            self._mark = Mark(Want.DRAIN, "touched by hand", None, str(found.st_mtime_ns))
+        self._stamp = stamp
 
     def answered(self) -> None:
         """Record that the requested snapshot was made, so that the same mark asks for no other."""

@@ -338,7 +338,7 @@ def _unknown(
     if others:
         shapes = ", ".join(sorted({one.offer.name for one in others}))
         found.append(f"offers of another shape are left out: {shapes}")
-    broken = sum(row.end in ("failed", "unfit", "refused") for row in s.ledger.attempts)
+    broken = sum(row.end in ("failed", "killed", "unfit", "refused") for row in s.ledger.attempts)
     if broken:
         found.append(
             f"{plural(broken, 'node')} that failed by themselves: nothing fails by itself there"

@@ -74,6 +74,10 @@ class PeerHeartbeats(Protocol):
     def all_up(self) -> bool:
         """Return whether the lines to and from all followed members are up."""
 
+    def reached(self) -> frozenset[str] | None:
+        """Return the followed members whose lines are up both ways; None: there are no lines."""
+        return None
+
     def knocked(self) -> bool:
         """Return whether a stranger has called since the last call of this method."""
 
@@ -202,8 +206,10 @@ class Membership:
         if self.is_big:
             due = self._due_in_big(me, now)[:READS_AT_ONCE]
         else:
-            names = list(dict.fromkeys([*names, *self._circle.strangers]))
-            due = [name for name in names if self._is_due(name, now)]
+            # whoever calls is followed too: it must prove to each of us that it is reached
+            callers = self._circle.callers
+            names = list(dict.fromkeys([*names, *self._circle.strangers, *callers, *self.seen]))
+            due = [name for name in names if name in callers or self._is_due(name, now)]
         self._read(due, now)
         found = [self._judge(name, now) for name in names]
         self._follow(me)
@@ -430,8 +436,13 @@ class Membership:
     def _is_dead(self, name: str, seen: MemberView, heard: PeerStatus, now: float) -> bool:
         grade = self._circle.suspects.get(name)
         silent_s = now - seen.sign_s
-        known = heard.seen or not seen.moved or (grade is not None and grade >= Grade.REFUSED)
-        if heard.refused and (known or silent_s >= 2 * self._beats.beat_s):
+        # a network may refuse us whoever lives: only one that we had a line to is dead at once, and
+        # others, where a refusal proves nothing, once they have broken their promise too
+        known = heard.seen or (grade is not None and grade >= Grade.REFUSED)
+        proves = self._circle.big and bool(self._lines.reached())
+        promise_s = 0.0 if proves else seen.member.beat_s
+        wait_s = self._beats.beat_s + max(self._beats.beat_s, promise_s)
+        if heard.refused and (known or silent_s >= wait_s):
             return True
         patience_s = self._patience_s(seen, heard, grade)
         looked = grade is None or seen.read_s >= seen.sign_s + patience_s

@@ -113,6 +113,11 @@ class PeerConnections:
         with self._lock:
             return self._protocol.all_up()
 
+    def reached(self) -> frozenset[str]:
+        """Return the followed members whose lines are up both ways."""
+        with self._lock:
+            return self._protocol.reached()
+
     def knocked(self) -> bool:
         """Return whether a stranger has called since the last call of this method."""
         with self._lock:

@@ -216,9 +216,12 @@ class HeartbeatProtocol:
     def all_up(self) -> bool:
         """Return whether the lines to and from all followed members are up. A member without a line
         to us must see our heartbeats in the bucket."""
-        if not all(self._lines[name].heard.up for name in self.wanted):
-            return False
-        return self.wanted.keys() <= {c.name for c in self._callers.values() if c.introduced}
+        return self.wanted.keys() <= self.reached()
+
+    def reached(self) -> frozenset[str]:
+        """Return the followed members whose lines are up both ways."""
+        callers = {c.name for c in self._callers.values() if c.introduced}
+        return frozenset(n for n in self.wanted if n in callers and self._lines[n].heard.up)
 
     def knocked(self) -> bool:
         """Return whether a stranger has called since the last call of this method."""

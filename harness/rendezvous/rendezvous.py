@@ -25,7 +25,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +36,7 @@ from harness.core.decoding import NewerProtocol
 from harness.core.mesh import MOST_MESHES, MeshChoice, ModelMesh, parse
 from harness.core.world import BadInput, WrongProtocol, meeting_place, whole_replicas
 from harness.rendezvous.membership import LIST_S, HeartbeatTimeouts, Membership, PeerHeartbeats
+from harness.rendezvous.reach import Reach, told
 from storage.canonical_json import BadObject
 from storage.errors import NotFound, StoreError
 from storage.stores.objects import ObjectStore
@@ -45,6 +46,7 @@ CALM_S = 10.0
 MENTION_S = 0.05  # to wait for a heartbeat that is being written
 NEWEST_S = 2.0  # between two looks for the next generation in a big world, where lines report it
 SUSPECT_S = 3.0  # without a change for so long, members that have not left are checked
+RETELL_S = 1.0  # between two changes of whom we reach that a big world is told
 READS = 8  # objects that are read concurrently
 TURN_S = 2.0  # how long each member waits for the one before it to create the generation
 
@@ -65,6 +67,7 @@ class _Moments:
     said_s: float = -float("inf")  # wrote our member object
     asked_s: float = -float("inf")  # checked whether the run is over
     newest_s: float = -float("inf")  # looked for the next generation
+    reach_s: float = -float("inf")  # told whom we reach
     settled_s: float | None = None  # when all had left the last generation; None: not all have
 
 
@@ -99,6 +102,7 @@ class Rendezvous:
         self._join_window_s, self.min_members = join_window_s, min_members
         self._replica_ranks, self._meshes, self._worlds = replica_ranks, meshes, worlds
         self._monotonic, self._over = monotonic, over
+        self.reach = Reach(me.member)
         self._last = _Moments()
         self.is_over = False  # the run was finished when the next generation could have begun
         self._newest: Epoch | None = None  # as of the last look
@@ -120,7 +124,7 @@ class Rendezvous:
         with self._lock:
             calm = changes.get("state", self.me.state) == "in" and self.lines.all_up()
             self.me = replace(
-                self.me,
+                told(self.me, self.lines.reached()),
                 beat=self.me.beat + 1,
                 beat_s=self._beats.calm_s if calm else self._beats.beat_s,
                 **changes,
@@ -136,7 +140,8 @@ class Rendezvous:
         nothing."""
         if self._lock.acquire(timeout=MENTION_S):
             try:
-                self.me = replace(self.me, beat=self.me.beat + 1, **changes)
+                me = told(self.me, self.lines.reached())
+                self.me = replace(me, beat=me.beat + 1, **changes)
                 self.lines.tell(self.me.encode())
             finally:
                 self._lock.release()
@@ -240,25 +245,45 @@ class Rendezvous:
     def look(self) -> list[Member]:
         """Return all members ever seen; those found dead have state "dead". The bucket is listed
         for newcomers when a stranger calls, often while things change, else every `calm_s`."""
+        self._tell_reach()
         return self.others.look(self.me)
 
     def watch(self, names: Iterable[str]) -> list[Member]:
         """Return these members as `look` does, without listing the bucket. Objects of members
         whose line is up are not read."""
+        self._tell_reach()
         return self.others.watch(names, self.me)
+
+    def _tell_reach(self) -> None:
+        """Tell our followers whom we reach, if that has changed; in a big world, where it changes
+        often and everybody hears of it, not at once."""
+        now = self._monotonic()
+        changed = told(self.me, self.lines.reached()).reach != self.me.reach
+        if changed and (not self.others.is_big or now - self._last.reach_s >= RETELL_S):
+            self._last.reach_s = now
+            self.mention()
 
     # ---- generations -----------------------------------------------------------------------------
     def waiting(self, current: Epoch, alive: list[Member]) -> list[Member]:
-        """Return the members that want to join and are not in `current`."""
-        here = {m.place for m in alive if m.member in current.members}
-        return [
+        """Return the members that want to join, are not in `current`, and are reached by all."""
+        here = [m for m in alive if m.member in current.members and m.state not in ("gone", "dead")]
+        places = {m.place for m in here}
+        found = [
             m
             for m in alive
             if m.state == "ready"
             and m.member not in current.members
-            and m.place in here
+            and m.place in places
             and m.protocol == decoding.PROTOCOL
         ]
+        staying = {m.member for m in here}
+        kept = self._sort_out([*here, *sorted(found, key=lambda m: self._order(m, {}))], staying)
+        return [m for m in kept if m.member not in staying]
+
+    def _sort_out(self, members: list[Member], staying: Collection[str]) -> list[Member]:
+        """Return those of `members` that may train together: `Reach.sort_out`."""
+        big = self.others.is_big
+        return self.reach.sort_out(members, staying, self._monotonic(), is_big=big)
 
     def would_grow(self, current: Epoch, waiting: list[Member], max_world: int | None) -> bool:
         """Return whether the world would have more ranks, or a better mesh, if `waiting` joined.
@@ -302,22 +327,22 @@ class Rendezvous:
             for n in last.members
             if n in by_name and not self._has_left(by_name[n], last.epoch)
         ]
+        before = {name: i for i, name in enumerate(last.members)}
+        reached = self._reached(alive, before, {m.member for m in unsettled})
         fresh_start = not any(n in by_name for n in last.members)
         if unsettled and self._monotonic() - self.others.fresh_s > SUSPECT_S:
             self.others.suspect(n for n in last.members if n in by_name)
         if unknown or unsettled or (fresh_start and any(m.state == "warming" for m in alive)):
             self._last.settled_s = None
             return None
-        ready = [m for m in alive if m.state == "ready"]
-        before = {name: i for i, name in enumerate(last.members)}
-        ready.sort(key=lambda m: self._order(m, before))
-        where = meeting_place([(m.place, m.nproc, m.member in before) for m in ready])
-        ready = [m for m in ready if m.place == where]
+        where = meeting_place([(m.place, m.nproc, m.member in before) for m in reached])
+        ready = [m for m in reached if m.place == where]
         sizes = [m.nproc for m in ready]
         # members that do not fit (beyond the micro-batches, or no whole replica) stay as spares
         mesh, places = self._choose(sizes, max_world)
         chosen = [ready[i] for i in places]
-        if self.me.place != where or len(ready) < self.min_members or not chosen:
+        turns = [m.member for m in ready]
+        if self.me.member not in turns or len(ready) < self.min_members or not chosen:
             self._last.settled_s = None
             if fresh_start and self._time_to_ask():
                 self.is_over = self._over()
@@ -326,11 +351,11 @@ class Rendezvous:
         if self._last.settled_s is None:
             self._last.settled_s = now
         # The first member in the order creates the generation; the others step in if it fails to.
-        turn = next(i for i, m in enumerate(ready) if m.member == self.me.member)
+        turn = turns.index(self.me.member)
         wait_s = self._join_window_s if fresh_start else 0.0
         if self._meshes is not None and self._may_be_better(str(mesh), last):
             wait_s = max(wait_s, self._meshes.wait_s)
-        if now - self._last.settled_s < wait_s + TURN_S * turn:
+        if now - self._last.settled_s < wait_s + TURN_S * turn or not self.reach.is_proven(now):
             return None
         if unproven := self.others.hearsay(last.members):
             self.others.suspect(unproven)
@@ -347,6 +372,18 @@ class Rendezvous:
         if self.store.create(epoch_key(proposal.epoch), proposal.encode()):
             return proposal
         return None  # another was quicker; the next look shows its generation
+
+    def _reached(
+        self, alive: list[Member], before: Mapping[str, int], staying: Collection[str]
+    ) -> list[Member]:
+        """Return the members that are ready, in order, without those in our place that cannot train
+        with us or with the others there. `staying`: members of the last generation that have not
+        left it."""
+        found = [m for m in alive if m.state == "ready" or m.member in staying]
+        found.sort(key=lambda m: self._order(m, before))
+        here = [m for m in found if m.place == self.me.place]
+        kept = self._sort_out(here, staying)
+        return [m for m in found if m.state == "ready" and (m in kept or m not in here)]
 
     def _time_to_ask(self) -> bool:
         """Return whether to check now if the run is over, while we cannot begin and no member

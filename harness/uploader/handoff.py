@@ -9,6 +9,7 @@ import json
 import os
 import queue
 import secrets
+import select
 import signal
 import socket
 import sys
@@ -26,8 +27,15 @@ from harness.core.decoding import NewerProtocol
 from harness.core.facts import DrainVerdict, Fact, SnapshotCommitted, SnapshotFailed
 from harness.core.masking import keep_secrets
 from harness.core.world import Fenced
-from harness.node.heartbeat import WAITS_FOR_SNAPSHOTS, ProgressFile, Sign, die_with_parent
+from harness.node.heartbeat import (
+    WAITS_FOR_SNAPSHOTS,
+    ProgressFile,
+    Sign,
+    die_with_parent,
+    tolerate_full_logs,
+)
 from harness.node.heartbeat import read as read_sign
+from harness.uploader.liveness import UploaderHeartbeat
 from harness.uploader.node_tiers import NearbyConfig, NodeTiers
 from storage.errors import StoreError
 from storage.http_server import DEAF_S, OUT_OF_DESCRIPTORS
@@ -48,6 +56,8 @@ from storage.tiers.tiers import SegmentTier
 # the longest wait for an answer of the uploader (making a big segment takes seconds)
 ANSWER_S = 30.0
 CONNECT_S = 15.0  # the longest wait for its start; afterwards the trainer itself uploads
+HAND_OVER_S = 1.0  # the longest that a trainer waits until a job is in the socket
+PUT_AWAY_S = 1.0  # between two looks whether the agent has given up a silent uploader
 FREE_S = 10.0  # the longest wait for a needed segment that it still reads
 AGENT_ANSWER_S = 2.0  # the agent's timeout, shorter since it must not block
 BUFFERS = 2  # one being sent, one being filled
@@ -181,9 +191,14 @@ class InProcessSender:
         return {}
 
 
+UploaderAnswer = queue.SimpleQueue[dict[str, Any] | None]  # one answer; None: the uploader is gone
+
+
 class UploaderConnection:
     """A connection to the uploader's socket, for requests and answers. Raises ConnectionError when
-    the uploader is not there, or no longer there."""
+    the uploader is not there, or no longer there.
+
+    Requests are sent by a thread, as an uploader that is stopped reads nothing."""
 
     def __init__(
         self, folder: Path, connect_s: float = CONNECT_S, on_lost: Callable[[], None] = lambda: None
@@ -194,8 +209,11 @@ class UploaderConnection:
             try:
                 if not is_ours(folder):
                     raise ConnectionError("it is no folder of this user's own")
+                self._path, self._inode = folder / "socket", _inode(folder / "socket")
                 with socket_in(folder) as address:
+                    self._socket.settimeout(0.0)  # whose queue of callers is full may be stopped
                     self._socket.connect(address)
+                    self._socket.settimeout(None)
                 check_caller(self._socket)
                 break
             except (OSError, NotOurs) as e:
@@ -204,18 +222,26 @@ class UploaderConnection:
                     raise ConnectionError(f"no uploader answers in {folder} ({e})") from e
                 time.sleep(0.05)
         self._numbers, self._lock = itertools.count(), threading.Lock()
-        self._answers: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
+        self._answers: dict[int, UploaderAnswer] = {}
         self._later: dict[int, tuple[UploadJob, Done, Free]] = {}
+        # requests, and what is set once each is in the socket; None: the end
+        self._outbox: queue.SimpleQueue[tuple[bytes, threading.Event] | None] = queue.SimpleQueue()
         self._on_lost, self.lost = on_lost, False
         threading.Thread(target=self._read, name="uploader-line", daemon=True).start()
+        threading.Thread(target=self._write, name="uploader-requests", daemon=True).start()
+
+    def begin(self, what: str, **body: Any) -> UploaderAnswer:
+        """Send a request, and return where its answer will be. Raises ConnectionError."""
+        answers: UploaderAnswer = queue.SimpleQueue()
+        number = next(self._numbers)
+        self._answers[number] = answers
+        self._say({"do": what, "n": number, **body})
+        return answers
 
     def ask(self, what: str, *, answer_s: float = ANSWER_S, **body: Any) -> dict[str, Any]:
         """Send a request and return its answer. Raises ConnectionError, also after a timeout of
         `answer_s`, and StageFull for an answer that is an error."""
-        answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        number = next(self._numbers)
-        self._answers[number] = answers
-        self._say({"do": what, "n": number, **body})
+        answers = self.begin(what, **body)
         try:
             answer = answers.get(timeout=answer_s)
         except queue.Empty:
@@ -228,20 +254,45 @@ class UploaderConnection:
 
     def send(self, job: UploadJob, path: str, done: Done, free: Free = lambda: None) -> None:
         """Hand over a job. `done` is called with its outcome; `free` when nobody needs the segment
-        any more. Raises ConnectionError."""
+        any more. Unless the uploader is stopped, the job outlives this process from now on. Raises
+        ConnectionError."""
         number = next(self._numbers)
         self._later[number] = job, done, free
-        self._say({"do": "send", "n": number, "job": job.to_dict(), "path": path})
+        said = self._say({"do": "send", "n": number, "job": job.to_dict(), "path": path})
+        said.wait(HAND_OVER_S)
 
-    def _say(self, body: dict[str, Any]) -> None:
+    def _say(self, body: dict[str, Any]) -> threading.Event:
+        said = threading.Event()
         with self._lock:
             if self.lost:
                 raise ConnectionError("the uploader is gone")
-            self._socket.sendall(json.dumps(body).encode() + b"\n")
+            self._outbox.put((json.dumps(body).encode() + b"\n", said))
+        return said
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # `_read` notices that the uploader is gone
+            while (request := self._outbox.get()) is not None:
+                line, said = request
+                self._socket.sendall(line)
+                said.set()
+
+    def _lines(self) -> Iterator[bytes]:
+        """Yield what the uploader says, until it is gone or the agent has put it away: a process
+        that hangs in the kernel keeps its connections even when it is killed."""
+        poll, rest = select.poll(), b""
+        poll.register(self._socket, select.POLLIN)
+        while True:
+            while not poll.poll(PUT_AWAY_S * 1000):
+                if _inode(self._path) != self._inode:
+                    return
+            if not (data := self._socket.recv(1 << 20)):
+                return
+            *lines, rest = (rest + data).split(b"\n")
+            yield from lines
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError, ValueError), self._socket.makefile("rb") as lines:
-            for line in lines:
+        with contextlib.suppress(OSError, ValueError):
+            for line in self._lines():
                 body = json.loads(line)
                 number = body["n"]
                 if number in self._answers:
@@ -266,6 +317,9 @@ class UploaderConnection:
                     )
         with self._lock:
             self.lost = True
+        self._outbox.put(None)
+        with contextlib.suppress(OSError):  # ends a request that nobody reads
+            self._socket.shutdown(socket.SHUT_RDWR)
         for one in list(self._answers.values()):
             one.put(None)
         self._on_lost()
@@ -274,6 +328,14 @@ class UploaderConnection:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def _inode(path: Path) -> int:
+    """Return the number of a file, which another file of the same name does not have; 0: none."""
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return 0
 
 
 class UploaderClient:
@@ -518,6 +580,11 @@ class UploadServer:
                 else:
                     connection.close()
 
+    def works(self) -> bool:
+        """Return whether requests are answered and jobs go on. Blocks where a request would."""
+        with self._lock:
+            return not self._stopped and not self.uploader.stands_still()
+
     def stop(self) -> None:
         self._stopped = True
         with contextlib.suppress(OSError):
@@ -708,6 +775,7 @@ class UploadServer:
 
 def main() -> None:
     die_with_parent()
+    tolerate_full_logs()
     keep_secrets(os.environ)
     for number in (signal.SIGINT, signal.SIGTERM):  # the agent handles them
         signal.signal(number, signal.SIG_IGN)
@@ -725,6 +793,7 @@ def main() -> None:
         IdlePriority(NICE, idle=can_come_back(NICE)),
     )
     threading.Thread(target=server.serve, daemon=True).start()
+    UploaderHeartbeat(Path(order["folder"]), server.works)
     sys.stdin.read()  # returns when the agent closes it or dies
     server.stop()
     sys.stdout.flush()

@@ -558,8 +558,9 @@ class Boundary:
         )
 
     def _compare_steps(self) -> None:
-        """Raise BadInput unless the script has ended at the same step on all ranks."""
-        self._peers.life.tell(WorkerPhase.LEAVING)
+        """Raise BadInput unless the script has ended at the same step on all ranks. Where it goes
+        on on some, these wait in a sum, and the agent sees that."""
+        self._peers.life.tell(WorkerPhase.ENDED)
         where = where_it_ends(self._seen())
         if self._peers.control is not None and not dist.is_initialized():
             raise BadInput(
@@ -568,6 +569,7 @@ class Boundary:
             )
         if what := apart(self._peers.gather_steps(self._run.step)):
             raise BadInput(what)
+        self._peers.life.tell(WorkerPhase.LEAVING)
         self._peers.print(f"harness: the script ended at {where}; the run ends with it")
 
     def _mark_end(self) -> None:

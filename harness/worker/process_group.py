@@ -7,11 +7,14 @@ All ranks must call every method that communicates, at the same point.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import math
+import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -31,6 +34,7 @@ from harness.core.mesh import (
     replica_ranks_told,
 )
 from harness.core.world import BadInput, HarnessError
+from harness.node.forkserver import write_error
 from harness.node.heartbeat import ProgressFile, WorkerPhase
 from harness.worker.alone import device_of
 from storage.errors import StoreError
@@ -98,6 +102,7 @@ def _first(across: dist.ProcessGroup | None) -> int:
 
 T = TypeVar("T")
 MAX_TIMEOUT_S = 1e7  # four months
+MEET_S = 60.0  # for ranks that have all come to connect with each other
 CALLERS = 2048  # ranks that may connect at the same time
 
 
@@ -146,6 +151,46 @@ def backend_of(device: torch.device, store: PrefixStore | None, world: int) -> s
     if not store.check(["gpu_shared"]):
         return "cpu:gloo,cuda:nccl"
     return "cpu:gloo,cuda:gloo"
+
+
+@contextlib.contextmanager
+def _in_time(store: PrefixStore | None, rank: int, world: int) -> Iterator[None]:
+    """Bound what connects all ranks by `MEET_S` from when the last of them came; without a bound
+    torch waits for half an hour. If it takes longer, say which ranks are missing, and end this
+    process for the world to form anew. All ranks must call it at the same point."""
+    if store is None or world == 1:
+        yield
+        return
+    if store.add("ranks_come", 1) == world:
+        store.set("ranks_all_came", "1")
+    store.wait(["ranks_all_came"])  # as long as the agent lets a start take
+    # a connection of its own, since the other one is blocked meanwhile
+    again: Any = store.clone()  # type: ignore[attr-defined]
+    done = threading.Event()
+
+    def end() -> None:
+        if done.wait(MEET_S):
+            return
+        try:
+            lost = [r for r in range(world) if not again.check([f"rank_met/{r}"])]
+        except dist.DistError:  # its host has ended
+            lost = [0]
+        said = (
+            f"rank {rank}: wanted connections among all {world} ranks within {MEET_S:.0f} "
+            f"s, found none of rank {', '.join(map(str, lost[:16]))}; open all TCP ports between "
+            "the nodes, and see that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set, name the "
+            "interface of --addr"
+        )
+        print(f"harness: {said}", flush=True)
+        write_error(dist.DistNetworkError(said))  # for the agent: the loss of a peer
+        os._exit(1)
+
+    threading.Thread(target=end, name="meet", daemon=True).start()
+    try:
+        yield
+        again.set(f"rank_met/{rank}", "1")
+    finally:
+        done.set()
 
 
 class Peers:
@@ -214,13 +259,14 @@ class Peers:
             if store is None:
                 dist.init_process_group(backend, timeout=timeout)
             else:
-                dist.init_process_group(
-                    backend,
-                    timeout=timeout,
-                    store=store,
-                    rank=int(environ["RANK"]),
-                    world_size=int(environ["WORLD_SIZE"]),
-                )
+                with _in_time(store, self.rank, self.world):
+                    dist.init_process_group(
+                        backend,
+                        timeout=timeout,
+                        store=store,
+                        rank=int(environ["RANK"]),
+                        world_size=int(environ["WORLD_SIZE"]),
+                    )
         if dist.is_initialized() and self.world > 1:
             self.control = dist.new_group(backend="gloo", timeout=timeout)
             self.everyone = dist.group.WORLD

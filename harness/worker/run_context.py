@@ -20,7 +20,8 @@ from harness.core.world import BadInput, whole_replicas
 from harness.uploader.handoff import fact_of
 from harness.worker.process_group import Peers
 from storage.canonical_json import BadObject, canonical
-from storage.errors import NotFound, StoreError
+from storage.errors import NotFound, StoreError, StoreUnavailable
+from storage.snapshots.restore import PAUSES_S
 from storage.snapshots.snapshots import Snapshots
 from storage.snapshots.upload import UploadJob, UploadOutcome
 from storage.stores.folder_store import MemoryStore
@@ -32,6 +33,22 @@ FLUSH_S = {"file": 1.0, "memory": 1.0}
 FLUSH_REMOTE_S = 10.0
 
 
+def look_again_s(environ: dict[str, str]) -> tuple[float, ...]:
+    """Return the pauses, in seconds, between repeated reads of a bad object: HARNESS_LOOK_AGAIN_S,
+    "1,3,8". Raises BadInput."""
+    text = environ.get("HARNESS_LOOK_AGAIN_S", "")
+    try:
+        found = tuple(float(word) for word in text.split(",")) if text else PAUSES_S
+    except ValueError:
+        found = (-1.0,)
+    if not all(0.0 <= each <= 600.0 for each in found):
+        raise BadInput(
+            f"HARNESS_LOOK_AGAIN_S={text!r}: wanted seconds between 0 and 600, separated by "
+            "commas, for example 1,3,8"
+        )
+    return found
+
+
 class Run:
     """The run. `url`: None without a bucket. `step`: optimizer updates done. `identity`: the one
     recorded when the run began; None until it is known."""
@@ -41,6 +58,7 @@ class Run:
         url = url or None  # HARNESS_RUN may be set and empty
         self.peers, self.url, self.step = peers, url, 0
         self.identity: dict[str, Any] | None = None
+        self._look_again_s = look_again_s(environ)
         self.store: ObjectStore = (
             signed(open_store(url), environ, f"worker, rank {peers.rank}", time.time)
             if url
@@ -150,27 +168,54 @@ class Run:
         """Compare this script's identity with the run's, or store it in a new run. Raises BadInput
         if they differ."""
 
-        def check() -> dict[str, Any]:
-            if self.store.create(IDENTITY, canonical(identity)):
-                return identity
-            try:
-                found = Identity.decode(self.store.get(IDENTITY)).body
-            except BadObject as e:
-                raise BadInput(
-                    f"{self.url}/{IDENTITY}: wanted the identity of this run, found something "
-                    f"else ({e}); use a new run URL, or put back what it was"
-                ) from e
-            for name in ("order", *identity):  # "order", as only one of the two may have it
-                if found.get(name) == identity.get(name):
-                    continue
-                hint = f"use a new run URL, or give {name} the value that this run began with"
-                raise BadInput(
-                    f"{self.url} holds another run: its {name} is {found.get(name)!r:.300}, "
-                    f"this script's is {identity.get(name)!r:.300}; {hint}"
-                )
-            return found
+        self.identity = self._recorded(identity) if self.url else identity
+        for name in ("order", *identity):  # "order", as only one of the two may have it
+            if self.identity.get(name) == identity.get(name):
+                continue
+            hint = f"use a new run URL, or give {name} the value that this run began with"
+            raise BadInput(
+                f"{self.url} holds another run: its {name} is {self.identity.get(name)!r:.300}, "
+                f"this script's is {identity.get(name)!r:.300}; {hint}"
+            )
 
-        self.identity = self.peers.agree(check) if self.url else identity
+    def _recorded(self, identity: dict[str, Any]) -> dict[str, Any]:
+        """Return the run's identity, on all ranks; a new run gets `identity`. What one host cannot
+        read is asked of another. Raises StoreError, and BadInput if two cannot read it."""
+
+        def first() -> tuple[dict[str, Any] | None, str]:
+            created = self.store.create(IDENTITY, canonical(identity))
+            return (identity, "") if created else self._read_identity()
+
+        found, why = self.peers.agree(first)
+        if found is not None:
+            return dict(found)
+        hosts = self.peers.gather(self.peers.host)
+        second = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), None)
+        mine: tuple[dict[str, Any] | None, str] = (None, "")
+        if self.peers.rank == second:
+            with contextlib.suppress(StoreError):  # the others wait for a word
+                mine = self._read_identity()
+        found, again = self.peers.gather(mine)[second] if second is not None else mine
+        if found is not None:
+            return dict(found)
+        what = f"{self.url}/{IDENTITY}: wanted the identity of this run, found something else"
+        hint = "use a new run URL, or put back what it was"
+        if again:
+            raise BadInput(f"{what} ({again}), from two hosts; {hint}")
+        raise StoreUnavailable(f"{what} ({why}), and no other host says so; if it stays, {hint}")
+
+    def _read_identity(self) -> tuple[dict[str, Any] | None, str]:
+        """Return the recorded identity and "", or None and why it cannot be read, over new
+        connections too."""
+        why = ""
+        for pause_s in (0.0, *self._look_again_s):
+            time.sleep(pause_s)
+            store = open_store(self.url or "") if why else self.store
+            try:
+                return Identity.decode(store.get(IDENTITY)).body, ""
+            except (BadObject, NotFound) as e:
+                why = str(e)
+        return None, why
 
     def fits_in(self, room: int) -> bool:
         """Return whether some members of this generation can form a world of at most `room` ranks.

@@ -52,7 +52,7 @@ from harness.worker.gradients.parallel import Strategy
 from harness.worker.gradients.sharding import check_unwrapped
 from harness.worker.process_group import Peers
 from harness.worker.profiling import Profile
-from harness.worker.run_context import SCRIPT_WORLD, Run
+from harness.worker.run_context import SCRIPT_WORLD, Run, look_again_s
 from harness.worker.setup_check import SetupCheck
 from harness.worker.snapshot_timer import Rhythm
 from harness.worker.snapshotter import (
@@ -60,12 +60,12 @@ from harness.worker.snapshotter import (
     Resume,
     Snapshotter,
     StagingBuffers,
-    look_again_s,
 )
-from harness.worker.step import Step, Votes, Work
+from harness.worker.step import Step, Work
 from harness.worker.step_log import StepLog
 from harness.worker.step_timing import PhaseTimer, Rates, marks_of
 from harness.worker.training_state import Training
+from harness.worker.votes import HalfSteps, Votes
 from storage.snapshots.retention import AGES_H, Keep
 from storage.snapshots.snapshots import Snapshots
 from storage.stores.objects import ObjectStore
@@ -184,6 +184,7 @@ class Session:
         state = boundary.SessionState(by_script=mark is not None, stored=bool(joined.url))
         late = peers.device.type != "cpu" if o.votes_late is None else o.votes_late
         self._hands = Boundary(self._work, hold, resume, state, until, late)
+        self._halves = HalfSteps(self._work, self._hands.count)
         # step and end of the last safe point (perf_counter); None: there was none
         self._safe: tuple[int, float] | None = None
         self._profile = Profile(joined, peers.device, environ.get("HARNESS_PROFILE", ""))
@@ -429,7 +430,7 @@ class Session:
             while self.step < total and not self._hands.enough:
                 for profile in profiles:
                     profile.before(self.step + 1)
-                step = Step(self._work, self.step + 1, batches)
+                step = Step(self._work, self.step + 1, batches, self._halves)
                 self._peers.life.tell(WorkerPhase.COMPUTE, self.step)
                 yield step
                 if not step.updated:

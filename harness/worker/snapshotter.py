@@ -32,7 +32,7 @@ from harness.worker import replica_check
 from harness.worker.frozen_weights import Frozen
 from harness.worker.gradients.sharding import drawn_by_shard
 from harness.worker.process_group import Peers
-from harness.worker.run_context import Run
+from harness.worker.run_context import Run, look_again_s
 from harness.worker.setup_check import differences, environment
 from harness.worker.snapshot_timer import Rhythm
 from harness.worker.step_log import StepLog
@@ -40,7 +40,7 @@ from harness.worker.training_state import Training, common, model_config
 from storage.errors import StoreError, StoreUnavailable
 from storage.snapshots.manifest import Manifest, Ref
 from storage.snapshots.reader_leases import held
-from storage.snapshots.restore import PAUSES_S, ReadRetries, Restore, Rewind, bad_hosts
+from storage.snapshots.restore import ReadRetries, Restore, Rewind, bad_hosts
 from storage.snapshots.retention import TAKEN, Keep
 from storage.snapshots.snapshots import Snapshots
 from storage.snapshots.staging import Segment, StageFull
@@ -382,22 +382,6 @@ class Resume:
 
     def _wrong_tier(self, tier: str, what: str) -> None:
         self._run.fact(Warned(self._run.step, self._run.epoch, what))
-
-
-def look_again_s(environ: dict[str, str]) -> tuple[float, ...]:
-    """Return the pauses, in seconds, between repeated reads of a bad object: HARNESS_LOOK_AGAIN_S,
-    "1,3,8". Raises BadInput."""
-    text = environ.get("HARNESS_LOOK_AGAIN_S", "")
-    try:
-        found = tuple(float(word) for word in text.split(",")) if text else PAUSES_S
-    except ValueError:
-        found = (-1.0,)
-    if not all(0.0 <= each <= 600.0 for each in found):
-        raise BadInput(
-            f"HARNESS_LOOK_AGAIN_S={text!r}: wanted seconds between 0 and 600, separated by "
-            "commas, for example 1,3,8"
-        )
-    return found
 
 
 COMMIT_TIMEOUT_S = 600.0  # the longest wait for the last snapshot before leaving

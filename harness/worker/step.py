@@ -1,15 +1,12 @@
-"""One optimizer update: its micro-batches, the sums over all ranks, this rank's votes, and the
-step's record. Runs in the worker."""
+"""One optimizer update: its micro-batches, the sums over all ranks, and the step's record. Runs in
+the worker."""
 
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,10 +17,9 @@ from harness.core import step_records as rec
 from harness.core.batch import Batching, digest, sample_hash, seed_for
 from harness.core.world import BadInput, HarnessError
 from harness.node.heartbeat import WorkerPhase
-from harness.node.marks import ATTACHED, MarkReader, Want
+from harness.node.marks import Want
 from harness.worker.batches.feed import Feed
 from harness.worker.batches.loader import MicroBatch, seed_everything, to_device
-from harness.worker.boundary import VoteResult
 from harness.worker.gradients.parallel import Replicated, Sharded, Single
 from harness.worker.process_group import Peers
 from harness.worker.run_context import Run
@@ -44,58 +40,12 @@ from harness.worker.step_timing import (
     Rates,
 )
 from harness.worker.training_state import Training
-
-# The requests that this rank knows of, from the node's mark and from signals.
-
-
-class Votes:
-    """The votes of this rank. `mark`: the mark's file; None without an agent. `leads`: this is
-    rank 0."""
-
-    def __init__(self, mark: Path | None, leads: bool):
-        self._mark, self._leads = mark, leads
-        self._reader = MarkReader(mark)
-        self._signalled = Want.NOTHING
-        self.enough = ""  # why the script on this rank wants the run to end; "": it does not
-
-    def listen(self) -> None:
-        """Handle signals, and show the agent that this rank reads its mark."""
-        in_main = threading.current_thread() is threading.main_thread()
-        if self._mark is not None:
-            self._mark.with_name(ATTACHED).touch()
-            if in_main:
-                # systemd and Slurm send it to every process of a node; it is for the agent, which
-                # passes it on by the mark.
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        elif in_main:
-            signal.signal(signal.SIGTERM, lambda *_: self._signal(Want.DRAIN))
-            signal.signal(signal.SIGUSR1, lambda *_: self._signal(Want.SNAPSHOT))
-
-    def _signal(self, want: Want) -> None:
-        self._signalled = max(self._signalled, want)
-
-    def cast(self, wants: torch.Tensor, due: Callable[[], bool]) -> None:
-        """Add this rank's requests: wants[w] > 0 on any rank means that w is wanted. `due`: rank 0
-        calls it to find out whether a snapshot is due."""
-        wants[self._reader.read().want] += 1
-        wants[self._signalled] += 1
-        if self._leads and due():
-            wants[Want.SNAPSHOT] += 1
-
-    def asked(self, want: Want) -> VoteResult:
-        """Return the event that the ranks want this, with the reason as far as this rank knows."""
-        return VoteResult(want, self._reader.read(), self._signalled)
-
-    def answered(self) -> None:
-        """Record that a requested snapshot is being made."""
-        self._reader.answered()
-        self._signalled = Want.NOTHING
-
+from harness.worker.votes import HalfSteps, Votes
 
 # places in `Pending.ints`; 64-bit values are stored as two halves, so that no sum overflows
 DIGEST, SAMPLES, VOTES = slice(0, 2), 2, slice(3, 3 + len(Want))
 CONTENTS, TWINS = slice(VOTES.stop, VOTES.stop + 2), slice(VOTES.stop + 2, VOTES.stop + 4)
-TELL, GFLOPS, ENOUGH = range(TWINS.stop, TWINS.stop + 3)
+TELL, GFLOPS, ENOUGH, STEP_MS = range(TWINS.stop, TWINS.stop + 4)
 
 
 class Sums:
@@ -168,7 +118,7 @@ class Sums:
             said = (0, 0, both)
         samples = self.samples if self._leads else 0
         digest, contents, twins = (halves(total % 2**64) for total in said)
-        mine = [*digest, samples, *[0] * len(Want), *contents, *twins, tell, gflops, 0]
+        mine = [*digest, samples, *[0] * len(Want), *contents, *twins, tell, gflops, 0, 0]
         return torch.tensor(mine, dtype=torch.int64)
 
 
@@ -186,9 +136,9 @@ class Pending:
     # (4,) float64, host (valid when `copied` has passed): loss sum, weight, grad norm; and this
     # rank's own loss sum
     floats: torch.Tensor
-    # (10 + wants,) int64, host: digest halves, samples, `VOTES`, contents halves, halves of the
+    # (11 + wants,) int64, host: digest halves, samples, `VOTES`, contents halves, halves of the
     # same digests of replicas' other ranks, whether to gather times now, GFLOP/s, whether the
-    # script requests the end of the run
+    # script requests the end of the run, milliseconds that the step took
     ints: torch.Tensor
     own_weight: float = 0.0
     micros: int = 0  # micro-batches that this rank did
@@ -228,6 +178,11 @@ class Pending:
     def enough(self) -> int:
         """The number of ranks whose script wants the run to end."""
         return int(self.ints[ENOUGH])
+
+    @property
+    def mean_s(self) -> float:
+        """The seconds that the step took by the ranks' hosts; 0: there is no agent."""
+        return int(self.ints[STEP_MS]) / 1e3 / self.record.world
 
     @property
     def tells_times(self) -> bool:
@@ -324,6 +279,8 @@ class Work:
         ints = sums.ints(tell, self.rates.peak_gflops)
         self.votes.cast(ints[VOTES], self.snapshotter.due)
         ints[ENOUGH] = bool(self.votes.enough)
+        if self.votes.know_deadlines:
+            ints[STEP_MS] = int(1e3 * (time.perf_counter() - began[1]))
         work = (
             dist.all_reduce(ints, group=self.peers.control, async_op=True)
             if self.peers.control is not None
@@ -645,8 +602,10 @@ class Step(OpenStep):
     """One optimizer update of `run.steps`. Iterate over this rank's micro-batches, call `backward`
     for each, then `update`; or, instead of `update`, its parts: `sync`, `again`, `done`."""
 
-    def __init__(self, work: Work, number: int, batches: Iterator[MicroBatch]):
-        self._batches = batches
+    def __init__(
+        self, work: Work, number: int, batches: Iterator[MicroBatch], halves: HalfSteps
+    ):
+        self._batches, self._halves = batches, halves
         self._current: MicroBatch | None = None
         self._mine: list[int] = []  # this rank's micro-batches
         self._fresh = True  # they were not given to the script yet
@@ -704,8 +663,9 @@ class Step(OpenStep):
 
     def _round(self) -> Iterator[Any]:
         w, timer = self._work, self._work.timer
-        for rounds in self._attempts():
+        for rounds in self._attempts(may_drop=self._current is None):
             for i in range(rounds):
+                self._halves.look(i)
                 given = self._give(i)
                 self._take_up(given.micro, given.samples, i == rounds - 1, given.filler)
                 data = to_device(given.data, w.peers.device)
@@ -719,9 +679,10 @@ class Step(OpenStep):
                         "micro-batch, wanted once at least"
                     )
 
-    def _attempts(self) -> Iterator[int]:
+    def _attempts(self, may_drop: bool = False) -> Iterator[int]:
         """Yield the number of micro-batches, with fillers, once for each time that this phase must
-        be done. `_give` returns the micro-batches."""
+        be done. `_give` returns the micro-batches. `may_drop`: they come one by one, and the state
+        is whole until the end of this phase."""
         w, timer = self._work, self._work.timer
         timer.enter(HARNESS)
         first = self._fresh = self._current is None
@@ -729,7 +690,9 @@ class Step(OpenStep):
         rounds = w.feed.plan.rounds if w.training.strategy.equal_rounds else len(micros)
         if w.feed.stream is not None and first:
             self._batches = w.feed.stream.step(self.number)
-        buffers = w.training.buffers if w.training.strategy.may_repeat else None
+        shares = w.feed.plan.shares if may_drop else ()
+        noted = self._halves.begin(rounds, shares) or w.training.strategy.may_repeat
+        buffers = w.training.buffers if noted else None
         if buffers is not None:
             buffers.note()
         repeat = True

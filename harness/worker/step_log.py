@@ -211,6 +211,7 @@ class StepLog:
         self.pending: Pending | None = None
         self.head = ""
         self.unsaved: list[rec.StepRecord] = []
+        self.usual_step_s = 0.0  # of the newest settled step, the same on all ranks; 0: not known
         self.repeated = False  # a step was repeated, and the warning about it was given
         self.last: rec.StepRecord | None = None
         self._metrics: dict[str, float] = {}
@@ -268,6 +269,7 @@ class StepLog:
             raise
         self.head, self.last = record.h, record
         self.unsaved.append(record)
+        self.usual_step_s = p.mean_s
         self._tell(record, begin_s, p.peak_gflops)
         own_loss = float(p.floats[3])
         self.times.note(own_loss, p.own_weight, p.micros, samples, p.peak_gflops)

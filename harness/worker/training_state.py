@@ -147,17 +147,23 @@ class Buffers:
         self._living = (self._living or set()) | set(self.changed())
         self._copies = {}
 
+    def without_copy(self) -> list[str]:
+        """Return the names of the buffers that changed in place since `note` and have no copy."""
+        return [
+            name
+            for name, (b, version) in self._versions.items()
+            if name not in self._copies and _version(b) != version
+        ]
+
     def restore(self) -> str:
-        """Put the buffers back for a repeated step. Return a warning that names a buffer of which
-        there is no copy, or ""."""
-        lost = []
+        """Put the buffers back for a step that is repeated or dropped. Return a warning that names
+        a buffer of which there is no copy, or ""."""
+        lost = self.without_copy()
         with torch.no_grad():
             for name in self.changed():
-                b, version = self._versions[name]
+                b = self._versions[name][0]
                 if name in self._copies:
                     b.copy_(self._copies[name])
-                elif _version(b) != version:
-                    lost.append(name)
                 owner, _, key = name.rpartition(".")
                 # the script may have put another tensor in its place
                 self._model.get_submodule(owner)._buffers[key] = b

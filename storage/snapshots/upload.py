@@ -195,12 +195,14 @@ class Running:
     t_start: float
     written: bool = False
     steps_s: list[float] = field(default_factory=list)  # step times of the training beside it
+    moved_s: float = field(default_factory=time.monotonic)  # when bytes were last sent
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def sent(self, nbytes: int) -> None:
         """Subtract `nbytes` from what is left; several lanes may call it at once."""
         with self._lock:
             self.left -= nbytes
+            self.moved_s = time.monotonic()
 
 
 class UploadPool:
@@ -387,6 +389,9 @@ class Ahead:
 LANES = 4  # parts under way at once
 SEEN_STEPS = 8  # newest training steps beside any upload that are remembered
 COMMIT_TIMEOUT_S = 600.0  # longest wait for the other ranks' shares
+# A job that has sent nothing for so long, beyond the time that it may take for the training's
+# sake, hangs: all its waits for the store and for other ranks are shorter.
+STANDSTILL_S = 1200.0
 POLITE_S = 10.0  # seconds that a big world leaves to the first rank of each group to merge it
 GIVE_UP_BEFORE_S = 0.5  # time before the deadline that reporting a failure takes
 
@@ -455,6 +460,15 @@ class Uploader:
     def busy(self) -> int:
         """Return the number of shares that are not written, or that nobody tried to commit yet."""
         return len(self._sending())
+
+    def stands_still(self) -> bool:
+        """Return whether a job hangs: it has sent nothing for longer than any of its waits."""
+        now = time.monotonic()
+        with self._lock:
+            return any(
+                now - one.moved_s > STANDSTILL_S + one.job.beside.within_s
+                for one in self._running.values()
+            )
 
     def _sending(self) -> list[Running]:
         with self._lock:

@@ -577,7 +577,18 @@ def _error(where: str, e: Exception) -> StoreError:
             f"{where}: the bucket is in another region ({_short(e)}); set AWS_REGION to the "
             "bucket's"
         )
+    if _status_of(e) in (401, 403):  # obstore has no class of its own for a listing that is denied
+        return denied(where, _short(e))
     return StoreUnavailable(f"{where}: {_short(e)}")
+
+
+def _status_of(e: Exception) -> int:
+    """Return the HTTP status in an error of obstore or botocore; 0 if the store gave none."""
+    answer = getattr(e, "response", None)  # botocore's
+    if isinstance(answer, dict):
+        return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    found = re.search(r"status code: (\d{3})\b", str(e))
+    return int(found[1]) if found else 0
 
 
 def _is_without_identity(text: str) -> bool:

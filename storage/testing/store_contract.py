@@ -93,7 +93,8 @@ class StoreContract:
 
         put_paced(store, "p", memoryview(data), gate)
         assert store.get("p") == data
-        assert sum(asked) <= nbytes and (asked or not nbytes)
+        # a store that was not answered sends all of it again
+        assert sum(asked) <= 2 * nbytes and (asked or not nbytes)
 
     @pytest.mark.parametrize("before", [b"old", None])
     def test_what_is_given_up_bit_by_bit_leaves_nothing(

@@ -92,20 +92,26 @@ def test_a_member_that_goes_before_its_workers_begin_is_not_waited_for(nodes):
     assert [r.step for r in history(nodes.run)] == list(range(1, LONG + 1))
 
 
+def account_of(url: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Return the variables of an account of the store at `url`, which this process has too."""
+    account = {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_REGION": "us-east-1",
+    }
+    for name, value in account.items():
+        monkeypatch.setenv(name, value)
+    return account
+
+
 @pytest.mark.proof
 def test_a_spell_of_refusals_does_not_end_a_run(nodes, monkeypatch):
     """The bucket says 403 to everybody for a while, as with an expired token: training goes on,
     and what was made is committed later."""
     refuses = threading.Event()
     with buckets.moto(refuses) as url:
-        account = {
-            "AWS_ENDPOINT_URL": url,
-            "AWS_ACCESS_KEY_ID": "a",
-            "AWS_SECRET_ACCESS_KEY": "b",
-            "AWS_REGION": "us-east-1",
-        }
-        for name, value in account.items():
-            monkeypatch.setenv(name, value)
+        account = account_of(url, monkeypatch)
         nodes.url = "s3://my-bucket/run"
         flags = ("--total", 100, "--every", 10, "--sleep-s", 0.05, "--go", nodes.go)
         agent = nodes.start(*flags, env=account)
@@ -118,6 +124,22 @@ def test_a_spell_of_refusals_does_not_end_a_run(nodes, monkeypatch):
         assert agent.wait(200) == 0, nodes.logs()
         assert [r.step for r in history(nodes.url)] == list(range(1, 101))
         assert [e.why for e in nodes.facts(EpochLeft)] == ["finished"]
+
+
+@pytest.mark.proof
+def test_credentials_that_are_gone_for_good_end_a_node(nodes, monkeypatch):
+    """403 to everything, a listing included, for longer than STORAGE_PATIENCE_S: a node without a
+    controller does not train on for nothing."""
+    refuses = threading.Event()
+    with buckets.moto(refuses) as url:
+        account = account_of(url, monkeypatch)
+        nodes.url = "s3://my-bucket/gone"
+        flags = ("--total", 100, "--every", 10, "--sleep-s", 0.05, "--go", nodes.go)
+        agent = nodes.start(*flags, env={**account, "STORAGE_PATIENCE_S": "3"})
+        nodes.until(lambda: nodes.step() >= 10)
+        refuses.set()
+        assert agent.wait(40) == 36, nodes.logs()
+        assert "permission denied" in nodes.logs()
 
 
 @pytest.mark.proof
@@ -187,6 +209,19 @@ def test_bad_input_is_not_tried_again(nodes):
     assert nodes.codes() == [35]
     assert len(nodes.facts(WorkerFailed)) == 1
     assert "multiple" in json.loads(open_store(str(nodes.run)).get("control/stop.json"))["reason"]
+
+
+@pytest.mark.proof
+def test_a_wrong_call_of_ours_is_not_tried_again(nodes, tmp_path):
+    script = tmp_path / "wrong.py"
+    script.write_text(
+        "import harness\nrun = harness.attach()\nfor step in run.steps([1, 2], total=2): pass\n"
+    )
+    nodes.start(script=script)
+    assert nodes.codes() == [35], nodes.logs()
+    assert len(nodes.facts(WorkerFailed)) == 1
+    reason = json.loads(open_store(str(nodes.run)).get("control/stop.json"))["reason"]
+    assert "wrong.py:3: Session.steps() missing" in reason and "'global_batch'" in reason
 
 
 @pytest.mark.proof

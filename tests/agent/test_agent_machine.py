@@ -7,6 +7,7 @@ import pytest
 from harness.agent import workers as ends
 from harness.agent.gpu_health import Action, GpuFinding, HealthVerdict
 from harness.agent.node_state import (
+    LAST_WORDS_S,
     AgentState,
     DrainUploads,
     Entered,
@@ -25,6 +26,7 @@ from harness.agent.node_state import (
     Released,
     Rules,
     Signalled,
+    Slept,
     SnapshotAsked,
     StopOrdered,
     Tick,
@@ -47,14 +49,14 @@ from harness.agent.workers import (
     agent_exit_code,
     classify,
     hear_peers,
-    lost_member,
     make_room,
-    patience,
+    patience_s,
     why_no_more,
 )
 from harness.bucket.layout import NO_EPOCH, Member
 from harness.core.facts import HealthSeen, NoticeCancelled, NoticeSeen
 from harness.core.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT
+from harness.node.heartbeat import WorkerPhase
 from harness.node.marks import Want
 from harness.notices.notice import Cancelled, Notice, Noticed
 
@@ -100,12 +102,27 @@ def test_what_was_wanted_of_one_epochs_workers_is_not_wanted_of_the_nexts():
     assert after(Entered(), node=node)[0].wanted == {}
 
 
-def test_a_newcomer_is_ready_when_it_is_warm_or_has_warmed_for_long_or_must_go():
+def test_a_newcomer_is_ready_when_it_is_warm_or_must_go_and_unfit_when_it_stays_cold():
     node = replace(NODE, life=NodePhase.WARMING)
-    assert not node.may_join(59.0, warm=False)
-    assert node.may_join(59.0, warm=True) and node.may_join(60.0, warm=False)
-    assert replace(node, leaving="SIGTERM").may_join(0.0, warm=False)
-    assert replace(node, life=NodePhase.READY).may_join(0.0, warm=False)
+    assert node.may_join(warm=True) and not node.may_join(warm=False)
+    assert replace(node, leaving="SIGTERM").may_join(warm=False)
+    assert replace(node, life=NodePhase.READY).may_join(warm=False)
+    assert not node.too_cold(59.0, warm=False) and node.too_cold(60.0, warm=False)
+    assert not node.too_cold(60.0, warm=True)
+    slept, _ = after(Slept(7.0), node=node)
+    assert not slept.too_cold(66.0, warm=False) and slept.too_cold(67.0, warm=False)
+
+
+def test_a_signals_grace_ends_and_a_second_signal_hurries():
+    first, _ = after(Signalled("SIGTERM"))
+    ends_s = NOW.own_s + first.rules.grace_s - LAST_WORDS_S
+    assert not first.grace_over(ends_s - 0.1, saving=False)
+    assert first.grace_over(ends_s, saving=False) and not first.grace_over(ends_s, saving=True)
+    assert first.grace_over(ends_s + 60.0, saving=True)
+    same = step(first, Signalled("SIGTERM"), Now(NOW.own_s + 1.0, NOW.wall_s + 1.0))
+    assert same == (first, ())
+    second, _ = step(first, Signalled("SIGINT"), Now(NOW.own_s + 9.0, NOW.wall_s + 9.0))
+    assert second.grace_by_s == NOW.own_s + 9.0 + 5.0
 
 
 # ---- what is wanted of the workers ---------------------------------------------------------------
@@ -153,7 +170,7 @@ def test_the_greatest_want_reigns_and_of_equal_ones_the_first():
     node, _ = after(Signalled("SIGTERM"), notice("kill", 1010.0), SnapshotAsked("a"))
     assert node.reigning() == ("signal:SIGTERM", (Want.RESIZE, 1030.0))
     node, acts = after(StopOrdered(), node=node)
-    assert acts == (WriteMark(Want.STOP, "stop", None), NotifyWorkers())
+    assert acts == (WriteMark(Want.STOP, "stop", 1010.0), NotifyWorkers())
 
 
 def test_the_same_want_is_one_request_but_each_snapshot_is_its_own():
@@ -190,6 +207,16 @@ def test_an_end_that_is_known_long_before_is_heeded_when_it_is_near_and_once():
     node, acts = after(Tick(), node=node, now=Now(100.0, 1880.0))
     assert node.leaving and WriteMark(Want.RESIZE, "notice:n1", 2000.0) in acts
     assert after(Tick(), node=node, now=Now(100.0, 1881.0)) == (node, ())
+
+
+def test_the_mark_tells_the_earliest_deadline_whoever_reigns():
+    """Workers measure by it whether the rest of a step still fits."""
+    first, sooner = notice("kill", 1500.0), notice("kill", 1030.0, "n2")
+    node, acts = after(first, sooner)
+    assert WriteMark(Want.RESIZE, "notice:n1", 1030.0) in acts
+    assert WriteMark(Want.STOP, "stop", 1030.0) in after(StopOrdered(), node=node)[1]
+    acts = after(Cancelled(sooner.notice), node=node)[1]
+    assert WriteMark(Want.RESIZE, "notice:n1", 1500.0) in acts
 
 
 # ---- a notice is taken back ----------------------------------------------------------------------
@@ -288,6 +315,8 @@ def codes(*numbers, **more):
 
 
 OURS = worker(-9, 1, "SIGKILL", ended_by_us=True)  # at work until we ended it
+ENDED = worker(-9, ended_by_us=True, place=WorkerPhase.ENDED)  # its script, with status 0
+WAITING = worker(-9, 1, "Hung", hung="silent", ended_by_us=True, place=WorkerPhase.REDUCE)
 CASES = [  # evidence, end, row of TABLE
     (codes(1, unfit=True), End.UNFIT, 0),
     (codes(UNFIT, RESIZE, unfit=True), End.UNFIT, 0),
@@ -310,18 +339,25 @@ CASES = [  # evidence, end, row of TABLE
     (codes(RESIZE, RESIZE, leaving=True), End.DRAINED, 9),
     (codes(RESIZE, RESIZE), End.RESIZE, 10),
     (codes(0, RESIZE), End.RESIZE, 10),
-    (seen(OURS), End.PEER_LOST, 11),  # nothing failed here
-    (seen(lost(), lost(rank=1), lost="m2"), End.PEER_LOST, 11),
-    (seen(worker(-9, hung="silent", guilty=False)), End.PEER_LOST, 11),  # it waited for others
-    (seen(worker(-9, error="Hung", hung="silent", guilty=True, ended_by_us=True)), End.HUNG, 12),
-    (seen(lost(), worker(-9, 1, "Hung", hung="x", guilty=True)), End.HUNG, 12),
-    (seen(worker(-9, error="SIGKILL")), End.KILLED, 13),
-    (seen(lost(), worker(-11, 1, "SIGSEGV")), End.KILLED, 13),
-    (seen(worker(1), OURS), End.FAILED, 14),
-    (seen(lost(), worker(1, 1)), End.FAILED, 14),
-    (seen(lost(failed_s=2.0), lost(rank=1, failed_s=1.0)), End.FAILED, 14),
-    (seen(lost(), OURS), End.FAILED, 14),  # its words prove nothing where nobody is lost
-    (codes(RESIZE, 1, leaving=True), End.FAILED, 14),
+    (seen(ENDED, WAITING), End.UNFINISHED, 11),
+    (seen(ENDED, WAITING, OURS), End.UNFINISHED, 11),
+    (seen(ENDED, WAITING, lost(rank=2), alone=False), End.PEER_LOST, 12),  # that may be why
+    (seen(ENDED, WAITING, worker(-9, 2, "SIGKILL")), End.KILLED, 14),
+    (seen(ENDED, replace(WAITING, hung="", ended_by_us=True)), End.PEER_LOST, 12),  # a peer died
+    (seen(replace(ENDED, place=WorkerPhase.LEAVING), WAITING), End.PEER_LOST, 12),
+    (seen(OURS), End.PEER_LOST, 12),  # nothing failed here
+    (seen(lost(), lost(rank=1), alone=False), End.PEER_LOST, 12),
+    (seen(lost(), OURS, alone=False), End.PEER_LOST, 12),  # whoever broke it, nobody can tell
+    (seen(worker(-9, hung="silent", guilty=False)), End.PEER_LOST, 12),  # it waited for others
+    (seen(worker(-9, error="Hung", hung="silent", guilty=True, ended_by_us=True)), End.HUNG, 13),
+    (seen(lost(), worker(-9, 1, "Hung", hung="x", guilty=True)), End.HUNG, 13),
+    (seen(worker(-9, error="SIGKILL")), End.KILLED, 14),
+    (seen(lost(), worker(-11, 1, "SIGSEGV")), End.KILLED, 14),
+    (seen(worker(1), OURS), End.FAILED, 15),
+    (seen(lost(), worker(1, 1)), End.FAILED, 15),
+    (seen(lost(failed_s=2.0), lost(rank=1, failed_s=1.0)), End.FAILED, 15),
+    (seen(lost(), OURS), End.FAILED, 15),  # its words prove nothing where nobody else is
+    (codes(RESIZE, 1, leaving=True), End.FAILED, 15),
 ]
 
 
@@ -364,62 +400,26 @@ def test_who_is_a_victim_is_written_down_as_one_and_only_the_culprit_signs():
     first, second = evidence.facts("m", 4)
     assert (first.error, second.error, second.log_tail) == ("PeerLost", "ValueError", "one\ntwo")
     assert evidence.culprit.rank == 1 and evidence.signature == "ValueError: bad"
-    assert seen(lost(), lost="m2").signature == ""
+    assert seen(lost(), alone=False).signature == ""
     assert seen(worker(-9, error="SIGKILL", text="killed by SIGKILL")).signature == "SIGKILL"
 
 
 @pytest.mark.parametrize(
-    ("evidence", "asks"),
+    ("workers", "for_s"),
     [
-        (seen(lost()), True),
-        (seen(lost(), lost(rank=1)), True),
-        (seen(lost(), worker(1, 1)), False),  # another worker of ours is the proof
-        (seen(OURS), False),
-        (seen(worker(-9, error="ConnectionError", hung="silent")), False),
+        ([worker(RESIZE), worker(-9, 1, at_work=True)], ends.SAVING_S),
+        ([worker(1), worker(-9, 1, at_work=True)], ends.LINGER_S),
+        ([lost(), worker(1, 1)], ends.LINGER_S),
+        ([lost(), worker(-9, 1, at_work=True)], ends.WORDS_S),
     ],
 )
-def test_when_the_others_are_asked_whether_one_of_them_was_lost(evidence, asks):
-    assert evidence.asks_for_witness is asks
-
-
-@pytest.mark.parametrize(
-    ("workers", "alone", "others_s", "evidence_s", "to_blame"),
-    [
-        ([worker(RESIZE), worker(-9, 1, at_work=True)], False, ends.SAVING_S, 0.0, False),
-        ([worker(1), worker(-9, 1, at_work=True)], False, ends.LINGER_S, 0.0, True),
-        ([lost(), worker(1, 1)], False, ends.LINGER_S, 0.0, True),
-        ([lost(), worker(-9, 1, at_work=True)], False, ends.WORDS_S, 12.0, False),
-        ([lost(), worker(-9, 1, at_work=True)], True, ends.WORDS_S, 0.0, False),
-    ],
-)
-def test_how_long_the_others_are_waited_for(workers, alone, others_s, evidence_s, to_blame):
-    assert patience(workers, alone, 12.0, told=True) == ends.EndWait(ends.SAVING_S)
-    found = patience(workers, alone, silence_s=12.0)
-    assert (found.others_s, found.evidence_s, found.to_blame) == (others_s, evidence_s, to_blame)
+def test_how_long_the_others_are_waited_for(workers, for_s):
+    assert patience_s(workers, told=True) == ends.SAVING_S and patience_s(workers) == for_s
 
 
 # ---- what peers say ------------------------------------------------------------------------------
 def member(name="m2", state="in", epoch=3, **more):
     return Member(name, state, epoch, "127.0.0.1", 1, 2, 1, **more)
-
-
-@pytest.mark.parametrize(
-    ("peer", "fell", "is_lost"),
-    [
-        (member(), False, False),
-        (member(), True, True),
-        (member(state="dead"), False, True),
-        (member(state="gone"), False, True),
-        (member(state="gone", end="finished"), True, False),
-        (member(state="ready"), False, True),
-        (member(state="ready", epoch=2), False, False),  # it has not begun
-        (member(epoch=4), False, True),
-        (member(end=ends.FAILING), False, True),
-        (member("m", "dead"), True, False),  # ourselves
-    ],
-)
-def test_who_counts_as_a_lost_member(peer, fell, is_lost):
-    assert lost_member([peer], "m", 3, lambda name: fell) == ("m2" if is_lost else "")
 
 
 @pytest.mark.parametrize(
@@ -499,7 +499,12 @@ def test_the_run_is_stopped_with_words_that_help():
     assert why_no_more(me, NO_EPOCH, Fruitless(), None) == "wanted a multiple of 4"
     me = member("m", failure="ValueError: bad", failure_step=10)
     last = replace(NO_EPOCH, failure=me.failure, failure_step=10, streak=2)
-    assert "failed 3 times in a row" in why_no_more(me, last, Fruitless(), End.FAILED)
+    said = why_no_more(me, last, Fruitless(1, 8), End.FAILED)
+    assert "the script failed 3 times in a row at the same point (after step 10)" in said
+    assert "the run resumes at step 8" in said
+    killed, last = replace(me, failure="SIGKILL"), replace(last, failure="SIGKILL", streak=9)
+    said = why_no_more(killed, last, Fruitless(1, 8), End.KILLED)
+    assert "a worker was killed 10 times" in said and "memory" in said and "script" not in said
     said = why_no_more(me, NO_EPOCH, Fruitless(20, -1), End.PEER_LOST)
     assert "20 epochs in a row" in said and "(the last: peer-lost, ValueError: bad)" in said
     assert why_no_more(me, NO_EPOCH, Fruitless(19, 4), End.PEER_LOST) == ""

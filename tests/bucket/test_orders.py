@@ -7,7 +7,7 @@ import pytest
 from harness.bucket.controller_lease import Lease
 from harness.bucket.layout import LEAVE, STOP_KEY, UNSAID, StopOrder, order_key
 from harness.bucket.orders import ask_to_leave, ask_to_stop, asked_to_leave, stop_order
-from harness.node.marks import MarkReader, Want, write
+from harness.node.marks import MarkFile, MarkReader, Want
 from storage.stores.folder_store import MemoryStore
 from support.clock import PlayedClock
 
@@ -47,7 +47,7 @@ def test_a_mark_in_somebodys_own_words_means_drain(tmp_path, words):
     assert reader.read().want is Want.NOTHING
     path.write_bytes(words)
     assert reader.read().want is Want.DRAIN
-    write(path, Want.STOP, "over budget")
+    MarkFile(path).write(Want.STOP, "over budget", None)
     assert (reader.read().want, reader.read().why) == (Want.STOP, "over budget")
 
 

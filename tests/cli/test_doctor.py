@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -12,9 +13,10 @@ from rich.console import Console
 from harness.cli import command as cli
 from harness.cli import doctor, prove
 from harness.cli.doctor import FAIL, OK, WARN
-from harness.clouds.sky_broker import SkyError
+from harness.clouds.sky_broker import Calls, SkyError
 from harness.clouds.sky_task import load
-from harness.core.world import CloudUnavailable
+from harness.clouds.skypilot import SkyPilotCloud
+from harness.core.world import BadInput, CloudUnavailable
 from harness.look.trackers.wandb_api import wandb_key, wandb_online
 from storage.errors import StoreError
 from storage.stores.folder_store import MemoryStore
@@ -128,6 +130,26 @@ def test_offers_that_are_none_or_in_one_place(task):
             raise SkyError("ValueError", "no such accelerator H1000")
 
     assert "H1000" in examine(task, sky=Broken())["offers"].found
+
+
+def test_nodes_that_would_each_get_a_network_of_their_own(task):
+    alone = {**EAST, "name": "azure/eastus/ND96", "place": "azure/eastus", "own_network": True}
+    assert "network" not in examine(task)
+    found = examine(task, sky=Sky([alone, WEST]))["network"]
+    assert found.state == WARN and "azure/eastus/ND96" in found.found
+    assert "azure.vpc_name" in found.remedy
+    fleet = SkyPilotCloud(task, "x", Sky([alone, WEST]), fleet=True)
+    assert [o.name for o in fleet.offers()] == [WEST["name"]]
+    assert len(SkyPilotCloud(task, "x", Sky([alone, WEST])).offers()) == 2  # one node needs nobody
+    with pytest.raises(BadInput, match=r"vpc_name: NAME"):
+        SkyPilotCloud(task, "x", Sky([alone]), fleet=True).offers()
+
+
+def test_skypilots_configuration_says_which_network_a_cluster_gets():
+    pytest.importorskip("sky")
+    for override, name in ({}, None), ({"azure": {"vpc_name": "mine"}}, "mine"):
+        resources = SimpleNamespace(region="eastus", cluster_config_overrides=override)
+        assert Calls._network("azure", resources) == name
 
 
 class Overwrites(MemoryStore):

@@ -268,7 +268,27 @@ def test_a_script_that_always_fails_is_not_retried_for_ever(stage: Stage) -> Non
     )
     outcome = stage.lead()
     assert (outcome.outcome, len(stage.cloud.all)) == ("failed", 3)
-    assert "the script failed 3 times in a row after step 0" in outcome.reason
+    assert "the nodes' command failed 3 times in a row after step 0" in outcome.reason
+
+
+@pytest.mark.parametrize("code", [-9, 137])
+def test_killed_agents_are_no_failures_of_the_script(stage: Stage, code: int) -> None:
+    """Out of memory, or a job step that somebody killed: the node is replaced, and it is said."""
+    killed: list[int] = []
+
+    def script(cloud: Cloud, attempt: int) -> None:
+        if len(killed) < 5:
+            killed.append(attempt)
+            cloud.clock.after(5.0, lambda: cloud.end(attempt, code))
+
+    stage.cloud.script = script
+    stage.lead(RunSpec(max_hours=0.5))
+    assert len(killed) == 5 < len(stage.cloud.all)
+    ends = stage.facts(AttemptEnded)[:5]
+    assert {e.end for e in ends} == {"killed"}
+    assert {e.reason for e in ends} == {
+        "its command was killed by SIGKILL, as the kernel does when memory runs out"
+    }
 
 
 def test_nodes_that_fail_together_are_one_failure(stage: Stage) -> None:
@@ -968,6 +988,8 @@ def test_a_controller_may_die_at_every_single_operation(after: bool, stopped: bo
         (36, "exited", "failed"),
         (1, "exited", "failed"),
         (-9, "killed", "preempted"),
+        (-9, "exited", "killed"),
+        (137, "exited", "killed"),
         (None, "preempted", "preempted"),
         (None, "terminated", "terminated"),
         (143, "terminated", "terminated"),

@@ -63,7 +63,7 @@ def test_every_world_ends_well_or_says_why_not(worlds: list[SimResult]) -> None:
                 or r.weather.stop_at_s is not None
             )
         if r.outcome == "failed":
-            assert "the script failed 3 times" in r.reason
+            assert "the nodes' command failed 3 times" in r.reason
         if r.outcome == "stopped":
             assert r.reason == "somebody asked for it"
 

@@ -1,5 +1,7 @@
 """Alerts reach real receivers: each at least once, and twice only if a sender died."""
 
+import contextlib
+import http.server
 import json
 import logging
 import os
@@ -187,6 +189,32 @@ def test_who_died_before_the_message_is_replaced(hook):
         one.round(log.alerts)
         clock.t += TAKE_OVER_S / 2 + 1
     assert len(hook.got) == 1
+
+
+def test_a_webhook_that_drips_its_answer_has_taken_the_alert():
+    """Its status is enough: it is not told again, and nobody waits for the rest."""
+    over = threading.Event()
+
+    class Drips(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while not over.wait(0.1):
+                    self.wfile.write(b"x")
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Drips)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        hook = Webhook(f"http://127.0.0.1:{server.server_port}/x")
+        tell_in_time(hook, ALERT, "r", "k", within_s=5.0)
+    finally:
+        over.set()
+        server.shutdown()
+        server.server_close()
 
 
 def test_a_slow_receiver_holds_up_neither_the_others_nor_the_evaluator(hook, tmp_path):

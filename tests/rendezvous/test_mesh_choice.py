@@ -154,6 +154,7 @@ def test_a_spare_makes_a_better_mesh_with_who_comes(place):
     new = place.member("m9", attempt=9, meshes=first._meshes)
     for _ in range(11):  # newcomers are looked for now and then
         place.beat(*three, new)
+    place.meet(*three, new)
     assert first.would_grow(epoch, first.waiting(epoch, first.members()), None)
     ready(*three[:2])
     epoch = place.form(*three, new)

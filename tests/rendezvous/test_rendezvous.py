@@ -166,7 +166,7 @@ def test_worlds_are_of_whole_replicas_and_who_is_left_over_waits(place):
     assert [m.member for m in waiting] == ["c"] and c.try_form(None) is None
     assert not a.would_grow(epoch, waiting, None)  # or the two would make room for ever
     d = place.member("d", attempt=3, replica_ranks=2)
-    a.look(), place.beat(a, b, c, d, seconds=11.0)
+    place.beat(a, b, c, d, seconds=11.0), place.meet(a, b, c, d)
     waiting = a.waiting(epoch, a.members())
     assert len(waiting) == 2 and a.would_grow(epoch, waiting, None)
     assert not a.would_grow(epoch, waiting, 2)  # there is only work for one replica
@@ -224,6 +224,7 @@ def test_racing_members_agree_on_every_epoch(place):
     """Real threads propose at the same time; each epoch number is one object, and whoever
     enters is in it."""
     members = [place.member(f"m{i}", attempt=i) for i in range(6)]
+    place.meet(*members)
     place.clock.now += 100.0
     for m in members:
         m._last.settled_s = 0.0  # everybody's turn has come

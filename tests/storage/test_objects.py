@@ -27,7 +27,7 @@ from storage import (
     StoreUnavailable,
 )
 from storage.stores import fsspec_store, obstore_store, probe, retries
-from storage.stores.objects import abort_stale_uploads, put_paced
+from storage.stores.objects import abort_stale_uploads, folders, put_paced
 from storage.stores.obstore_store import FastStore
 from storage.stores.store_urls import BACKENDS, normalize, open_store
 from storage.testing import store_contract
@@ -448,6 +448,30 @@ def test_a_refusal_is_an_outage_where_the_store_has_answered(backend: str) -> No
         refuses.clear()
         patient.put("k", b"w")
         assert newcomer.get("k") == b"w"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_kind_of_request_is_denied_alike(backend: str) -> None:
+    """A listing too: an agent's round begins with one, and who takes its 403 for an outage
+    waits for ever."""
+    refuses = threading.Event()
+    with buckets.moto(refuses) as url:
+        known = {"backend": backend, "key": "a", "secret": "b", "endpoint_url": url}
+        store = open_store("s3://my-bucket/denied", **known, retry_within_s=0.05)
+        refuses.set()
+        requests: dict[str, Callable[[], object]] = {
+            "get": lambda: store.get("k"),
+            "range": lambda: store.get("k", 0, 1),
+            "put": lambda: store.put("k", b"v"),
+            "create": lambda: store.create("k", b"v"),
+            "list": lambda: store.list("k/"),
+            "folders": lambda: folders(store),
+            "size": lambda: store.size("k"),
+            "delete": lambda: store.delete("k"),
+        }
+        for name, request in requests.items():
+            with pytest.raises(StoreRefused, match="permission denied"):
+                print(name, request())
 
 
 def test_patience_ends_and_begins_anew() -> None:

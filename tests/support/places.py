@@ -53,9 +53,14 @@ class Place:
         for lines in self.lines.values():
             lines.close()
 
-    def resolved(self, m):
-        """Does it know of everybody whom it follows whether they are there?"""
-        return all(h.up or h.refused for h in map(m.lines.heard, m.lines.following()))
+    def resolved(self, m, members):
+        """Does it know of everybody whom it follows whether they are there, and of these members
+        whether they reach it?"""
+        heard = {n: m.lines.heard(n) for n in m.lines.following()}
+        both = {o.me.member for o in members if m.me.member in o.lines.following()}
+        return all(
+            h.refused or (n in m.lines.reached() if n in both else h.up) for n, h in heard.items()
+        )
 
     def up_to_date(self, m, members):
         """Has it heard the last word of each of these whom it hears? Rounds pass faster than
@@ -74,13 +79,19 @@ class Place:
         for m in members:
             m.say()
 
+    def meet(self, *members):
+        """Let everybody look around until lines are up and all have heard who reaches whom."""
+        for _ in "lines", "who is reached":
+            for m in members:
+                m.look()
+            until(lambda: all(self.resolved(m, members) for m in members))
+            until(lambda: all(self.up_to_date(m, members) for m in members))
+
     def form(self, *members, max_world=None, rounds=12):
         """Let everybody look around until an epoch has been entered by all that are in it."""
         entered = {}
         for _ in range(rounds):
-            for m in members:
-                m.look()
-            until(lambda: all(self.resolved(m) and self.up_to_date(m, members) for m in members))
+            self.meet(*members)
             for m in members:
                 epoch = m.try_form(max_world)
                 if epoch is not None:

@@ -39,3 +39,28 @@ def test_the_ranks_meet_on_their_own_address_only():
     first, second, (port,) = world("127.0.0.1")
     assert first[0] == second[0] == 2.0 and port in first[2]
     assert set(first[1]) == set(second[1]) == {"127.0.0.1"}
+
+
+APART = """
+import os, sys, time
+from harness.worker import process_group
+import torch.distributed as dist
+process_group.MEET_S = 2.0
+if os.environ["RANK"] == "1":  # its connections come to nothing
+    dist.init_process_group = lambda *a, **k: time.sleep(60)
+process_group.Peers(dict(os.environ)).meet(dict(os.environ))
+"""
+
+
+def test_ranks_that_do_not_connect_are_named_in_time():
+    """AUDIT 2: they waited for `start_s`, half an hour."""
+    port, processes = free_port(), []
+    for rank in range(2):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env = environment() | {k: str(v) for k, v in own.items()}
+        processes.append(
+            subprocess.Popen([sys.executable, "-c", APART], env=env, stdout=subprocess.PIPE, text=True)
+        )
+    said = [p.communicate(timeout=50)[0] for p in processes]
+    assert [p.returncode for p in processes] == [1, 1], said
+    assert "found none of rank 0, 1" in said[0] and "GLOO_SOCKET_IFNAME" in said[0]

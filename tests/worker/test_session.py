@@ -18,7 +18,7 @@ import torch
 from harness.bucket.archive import read_facts
 from harness.core.batch import Batching, expected_digest
 from harness.core.facts import SnapshotFailed, StepDone, Warned
-from harness.node.marks import EXIT_CODE, Want, write
+from harness.node.marks import EXIT_CODE, MarkFile, Want
 from harness.worker import replica_check
 from storage.snapshots.snapshots import Snapshots
 from storage.stores.store_urls import open_store
@@ -463,11 +463,11 @@ def test_a_mark_is_heeded_by_all_ranks_at_the_same_step(tmp_path):
     flags = ("--total", 2000, "--every", 5000, "--sleep-s", 0.02)
     processes = start(run, 2, *flags, env={"HARNESS_MARK": str(marks[0]), "HARNESS_EPOCH": "7"})
     wait_for(lambda: steps_reached(run) > 3)
-    write(marks[0], Want.SNAPSHOT, "asked")
+    MarkFile(marks[0]).write(Want.SNAPSHOT, "asked", None)
     wait_for(lambda: newest(run) is not None)
     assert all(p.poll() is None for p in processes)
     first = newest(run).step
-    write(marks[0], Want.RESIZE, "notice:x")
+    MarkFile(marks[0]).write(Want.RESIZE, "notice:x", None)
     ended = finish(processes)
     assert ended.codes == [34, 34], ended.output
     manifest = newest(run)

@@ -18,7 +18,7 @@ from benchmarks.gpu.bench import Bench
 from harness.agent.gpu_health import FakeNvml, NvmlReader
 from harness.node.marks import Want
 from harness.worker import replica_check
-from harness.worker.step import Votes, to_host
+from harness.worker.step import to_host
 from harness.worker.step_timing import (
     BACKWARD,
     COMMUNICATION,
@@ -29,6 +29,7 @@ from harness.worker.step_timing import (
     PhaseTimer,
     marks_of,
 )
+from harness.worker.votes import Votes
 from storage.tensors.dcp import fingerprint
 
 BARE = "the same step without"

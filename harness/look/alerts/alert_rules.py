@@ -385,7 +385,8 @@ def _setup(stamped: Stamped, run: AlertState) -> Symptom | None:
 def _helper(stamped: Stamped, run: AlertState) -> Symptom | None:
     fact: Any = stamped.fact
     text = f"{_who(run, fact.member)}: it ended with status {fact.exit_code}: {fact.why}"
-    return Symptom(f"the {fact.helper} beside rank 0 died", text, fact.helper)
+    where = "of a node" if fact.helper == "uploader" else "beside rank 0"
+    return Symptom(f"the {fact.helper} {where} died", text, fact.helper)
 
 
 def _publisher(stamped: Stamped, run: AlertState) -> Symptom | None:

@@ -477,7 +477,7 @@ def _troubles(ledger: Ledger) -> dict[str, float]:
         "spot/notices": len([n for n in ledger.notices if not n.cancelled]),
         "spot/notices_in_time": len([n for n in ledger.notices if n.in_time]),
         "spot/losses": len(
-            [a for a in ledger.attempts if a.end in ("preempted", "lost", "failed")]
+            [a for a in ledger.attempts if a.end in ("preempted", "lost", "failed", "killed")]
         ),
         "spot/interruptions": len(broken),
         "spot/resizes": len(

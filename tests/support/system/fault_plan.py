@@ -27,17 +27,15 @@ if TYPE_CHECKING:
 
 # Which faults a simulated run may name as the reason of a bad end. Pure.
 
-SCRIPT = r"the script failed (\d+) times .*\(after step (\d+)\): (.*)\. Mend the script"
+SCRIPT = r"crash loop: .* (\d+) times .*\(after step (\d+)\): ([^.]*)\. "
 UNREADABLE = r"none of its snapshots can be used|its newest \d+ snapshots cannot be used"
 TOGETHER_S = 120.0  # two hosts that read at most this long after another can agree
-AGENTS = r"the script failed (\d+) times in a row after step (\d+); "
 WORDS = {"RuntimeError: simulated: the script raises": "fail-script", "SIGKILL": "kill-worker"}
 
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """A fault ended a worker of this epoch, or (epoch 0) the agent of this attempt. `step`: the
-    greatest that was committed then."""
+    """A fault ended a worker of this epoch. `step`: the last one that it had done."""
 
     t: float
     kind: str
@@ -59,10 +57,6 @@ class FaultLog:
             times, step, failure = int(found[1]), int(found[2]), found[3]
             kind = WORDS.get(failure)
             return len({b.epoch for b in self.all if (b.kind, b.step) == (kind, step)}) >= times
-        if found := re.search(AGENTS, reason):
-            times, step = int(found[1]), int(found[2])
-            died = {b.attempt for b in self.all if (b.kind, b.step) == ("crash-agent", step)}
-            return len(died) >= times
         if re.search(UNREADABLE, reason):  # one host is not believed
             times_s = sorted(self.misread.values())
             return any(b - a <= TOGETHER_S for a, b in itertools.pairwise(times_s))
@@ -247,7 +241,8 @@ def _jump(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
 def _kill_worker(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
     for worker in node.pool.all[fault.other % 2 : 1 + fault.other % 2]:
         if worker.at_work:
-            whole.struck("kill-worker", node, worker.epoch.epoch)
+            step = worker.signs.sign.step if worker.signs.sign else 0
+            whole.struck("kill-worker", node, worker.epoch.epoch, step)
         worker.exit(-9)
 
 

@@ -71,6 +71,9 @@ class SimulatedHeartbeats(PeerHeartbeats):
     def all_up(self) -> bool:
         return self.protocol.all_up()
 
+    def reached(self) -> frozenset[str]:
+        return self.protocol.reached()
+
     def knocked(self) -> bool:
         return self.protocol.knocked()
 

@@ -205,6 +205,8 @@ class SimPool:
 
     def end(self) -> list[int]:
         self._kill()
+        for worker in self.all:
+            worker.pulse.look(self._node.sim.kernel.now_s)
         return []
 
     def flights(self) -> list[FlightDump]:
@@ -220,6 +222,8 @@ class SimMark:
     def write(self, want: Want, why: str, deadline_s: float | None) -> None:
         self._node.mark = Mark(want, why, deadline_s, f"{self._node.rng.randrange(1 << 32):x}")
 
+    def write_again(self) -> None: ...
+
 
 # ---- uploads -------------------------------------------------------------------------------------
 class SimUploads:
@@ -233,6 +237,9 @@ class SimUploads:
 
     def ensure(self) -> None:
         self.up = True
+
+    def look(self, now: float) -> list[tuple[str, int, str]]:
+        return []
 
     def busy(self) -> int:
         return sum(not job.written for job in self.jobs) if self.up else 0
@@ -416,7 +423,6 @@ class SimNode:
     def _die(self) -> None:
         """The agent's process is gone, and with it all that die with their parent."""
         if self.code is None and self.alive:
-            self.sim.struck("crash-agent", self)
             self._end(KILLED)
 
     def _end(self, code: int) -> None:

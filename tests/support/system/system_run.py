@@ -254,9 +254,10 @@ class WholeSystem:
         self.say(number, f"is up (attempt {attempt} on {offer.name})")
         self.kernel.after(1.0, node.boot, node.actor)
 
-    def struck(self, kind: str, node: SimNode, epoch: int = 0) -> None:
-        """A fault has ended a worker of this epoch, or the node's agent."""
-        step = max((ref.step for ref in Snapshots(self.bucket.inner).refs()), default=0)
+    def struck(self, kind: str, node: SimNode, epoch: int, step: int) -> None:
+        """A fault has ended a worker of this epoch, which had done this step."""
+        committed = max((ref.step for ref in Snapshots(self.bucket.inner).refs()), default=0)
+        step = max(step, committed)
         self.blows.all.append(InjectedFault(self.kernel.now_s, kind, node.attempt, epoch, step))
 
     def _visit(self) -> None:

@@ -279,7 +279,7 @@ class Ensemble:
         for worker in self.workers.values():
             if worker.to_fail:
                 text, worker.to_fail = worker.to_fail, ""
-                self.sim.struck("fail-script", worker.node, self.epoch.epoch)
+                self.sim.struck("fail-script", worker.node, self.epoch.epoch, self.step)
                 raise _Lost({worker.rank: ("RuntimeError", text)})
         setting = self.sim.setting
         self.step += 1
