@@ -43,11 +43,7 @@ from storage.private_folders import NotOurs, check_caller, is_ours
 from storage.snapshots.manifest import Ref, SnapshotCorrupt
 from storage.snapshots.pacer import IdlePriority, TrainingSeen, can_come_back
 from storage.snapshots.snapshots import Snapshots
-from storage.snapshots.staging import (
-    Segment,
-    Segments,
-    StageFull,
-)
+from storage.snapshots.staging import Segment, Segments, StageFull
 from storage.snapshots.upload import Forecast, Uploader, UploadJob, UploadOutcome
 from storage.stores.objects import ObjectStore
 from storage.stores.store_urls import open_store

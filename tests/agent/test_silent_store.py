@@ -78,7 +78,7 @@ def test_a_notice_is_answered_though_one_request_is_not(tmp_path: Path, cell: st
             run, total=100_000, nap_s=0.05, folder=tmp_path, env=environment(**keys)
         )
         try:
-            until(lambda: Snapshots(store).latest(), "a first snapshot")
+            until(lambda: Snapshots(store).latest(), "a first snapshot", of=process)
             before = Snapshots(store).latest()
             silence.begin.set()
             # a call of the agent's loop hangs before the notice, the others amid it

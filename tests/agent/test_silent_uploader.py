@@ -38,7 +38,7 @@ def test_a_stopped_uploader_ends_no_commits(tmp_path: Path, noticed: bool):
     agent = train_begin(run, total=100_000, nap_s=0.05, folder=tmp_path)
     store = open_store(f"file://{run}")
     try:
-        until(lambda: Snapshots(store).latest(), "a first snapshot")
+        until(lambda: Snapshots(store).latest(), "a first snapshot", of=agent)
         os.kill(uploader_of(agent.pid), signal.SIGSTOP)
         stopped_at = Snapshots(store).latest().step
         if not noticed:

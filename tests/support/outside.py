@@ -6,10 +6,12 @@ code under test.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -48,6 +50,7 @@ def environment(*paths: Path, **more: str) -> dict[str, str]:
     return ours | {
         "PYTHONPATH": where,
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "STORAGE_FSYNC": "0",
@@ -90,12 +93,31 @@ def harness(*words: object, within_s: float = 120.0, **more: Any) -> tuple[int, 
     return process.returncode, text
 
 
-def until(condition: Callable[[], Any], what: str, within_s: float = 90.0) -> Any:
+def until(
+    condition: Callable[[], Any],
+    what: str,
+    within_s: float = 90.0,
+    of: subprocess.Popen[str] | None = None,
+) -> Any:
+    """What `condition` finds, once it finds something. `of`: who is waited for; what it said is in
+    the failure, which comes at once when it has ended."""
     deadline_s = time.monotonic() + within_s
     while not (found := condition()):
-        assert time.monotonic() < deadline_s, f"waited {within_s} s for {what}"
+        late = time.monotonic() > deadline_s
+        if late or (of is not None and of.poll() is not None and not condition()):
+            heard = "" if of is None else f"; {of.poll()}: {last_words(of)}"
+            raise AssertionError(f"waited {within_s} s for {what}{heard}")
         time.sleep(0.05)
     return found
+
+
+def last_words(process: subprocess.Popen[str]) -> str:
+    """End it, with the stacks of its threads, and return the end of all that it said."""
+    process.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER is set in the tests' worlds
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.communicate(timeout=10)[0][-6000:]
+    process.kill()
+    return process.communicate(timeout=10)[0][-6000:]
 
 
 def seam(folder: Path, code: str) -> Path:
