@@ -83,11 +83,18 @@ lab-short: install  ## its first minutes as a test: two nodes, power cuts, the m
 SPINE := storage core bucket ledger node notices rendezvous uploader agent worker controller clouds
 TESTS = $(if $(ROOM),$(patsubst %,tests/%,$(subst spine,$(SPINE),$(ROOM))),tests)
 PYTEST = -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider)
+# What fails while others run beside it is run once more, alone, and fails if it fails again. Both
+# outputs are printed: the first one may show a fault that needs a busy machine.
+define run_tests
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -m $(1) $(TESTS) || { [ $$? = 1 ] && \
+	echo "===== once more, alone: what failed beside others (its first output is above)" && \
+	$(BIN)/python -m pytest -x --last-failed --last-failed-no-failures none -m $(1) $(TESTS); }
+endef
 test: install
-	$(BIN)/python $(PYTEST) -m "not proof and not mesh" $(TESTS)
+	$(call run_tests,"not proof and not mesh")
 
 proofs: install  ## slow proofs: long runs, kills of every process, budgets, the simulated system, plain loops (minutes)
-	$(BIN)/python $(PYTEST) -m proof $(TESTS)
+	$(call run_tests,proof)
 
 ADAPTERS := .venv-adapters
 TRAINERS ?= tests/adapters
