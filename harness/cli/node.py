@@ -751,7 +751,7 @@ def _check_own(addr: str) -> None:
     except (OSError, UnicodeError) as e:
         why = getattr(e, "strerror", "") or e
         raise BadInput(
-            f"--addr {addr}: wanted an address of this machine, at which the other nodes reach it; "
+            f"--set addr={addr}: wanted an address of this machine, at which the other nodes reach it; "
             f"it cannot be listened on here: {why}"
         ) from None
 

@@ -179,7 +179,7 @@ def _in_time(store: PrefixStore | None, rank: int, world: int) -> Iterator[None]
             f"rank {rank}: wanted connections among all {world} ranks within {MEET_S:.0f} "
             f"s, found none of rank {', '.join(map(str, lost[:16]))}; open all TCP ports between "
             "the nodes, and see that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set, name the "
-            "interface of --addr"
+            "interface of --set addr"
         )
         print(f"harness: {said}", flush=True)
         write_error(dist.DistNetworkError(said))  # for the agent: the loss of a peer

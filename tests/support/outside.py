@@ -16,7 +16,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,17 @@ def words_of(*words: object) -> list[str]:
     return [sys.executable, "-m", "harness.cli", *map(str, words)]
 
 
-def start(*words: object, env: dict[str, str] | None = None, cwd: Path | None = None, **more: Any):
-    """`harness WORDS` in a process of its own; what it says is read by `said`."""
+def start(
+    *words: object,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    within: Sequence[str] = (),
+    **more: Any,
+):
+    """`harness WORDS` in a process of its own; what it says is read by `said`. `within`: a command
+    that becomes it, such as `ip netns exec NAME`."""
     return subprocess.Popen(
-        words_of(*words),
+        [*within, *words_of(*words)],
         env=env or environment(),
         cwd=cwd or "/",
         stdin=subprocess.DEVNULL,
