@@ -173,7 +173,7 @@ def offers(sky: Sky, task: Task) -> tuple[list[Finding], Sequence[Offer]]:
     except (BadInput, SkyError) as e:
         remedy = "loosen `resources`, or enable more clouds: sky check -v"
         return [Finding("offers", FAIL, str(e), remedy)], ()
-    more = [network(cloud.own_network)] if cloud.own_network else []
+    more = network(cloud.apart, [o.name for o in found])
     best, places = found[0], {o.place for o in found}
     left = f"; {len(cloud.no_market)} without a spot market left out" if cloud.no_market else ""
     said = (
@@ -185,16 +185,24 @@ def offers(sky: Sky, task: Task) -> tuple[list[Finding], Sequence[Offer]]:
     return [Finding("offers", OK, said), *more], found
 
 
-def network(alone: Sequence[str]) -> Finding:
-    """Return the finding for offers whose nodes each get a network of their own."""
-    return Finding(
-        "network",
-        WARN,
-        f"{len(alone)} offers, such as {alone[0]}, are for single nodes only: SkyPilot makes a "
-        "VNet for each cluster, and nodes in two of them do not reach each other",
-        "for more nodes name one VNet, with a subnet in the region: azure.vpc_name in "
-        "~/.sky/config.yaml, or under `config:` in the task file",
-    )
+def network(apart: Mapping[str, str], names: Sequence[str]) -> list[Finding]:
+    """Return a finding for each reason why nodes of some offers do not reach each other. `names`:
+    all offers."""
+    found = [
+        Finding(
+            "network",
+            WARN,
+            f"{len(alone)} of {len(names)} offers, such as {alone[0]}, are for single nodes only: "
+            "nodes there do not reach each other",
+            why,
+        )
+        for why in dict.fromkeys(apart.values())
+        if (alone := [name for name in names if apart.get(name) == why])
+    ]
+    if not found:
+        unknown = "not looked at: your own firewalls, security groups and NetworkPolicies"
+        found.append(Finding("network", OK, f"nodes of a place reach each other ({unknown})"))
+    return found
 
 
 def quotas(found: Sequence[Offer], ask: Callable[[Sequence[str]], str]) -> list[Finding]:

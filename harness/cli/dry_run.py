@@ -150,6 +150,7 @@ def show_plan(
             budget_usd=run.budget_usd,
             replica_ranks=replica_ranks(task.envs),
             mesh=wanted_mesh(task.envs),
+            apart=getattr(cloud, "apart", {}) if run.max_nodes > 1 else {},
         )
     finally:
         cloud.close()

@@ -751,8 +751,8 @@ def _check_own(addr: str) -> None:
     except (OSError, UnicodeError) as e:
         why = getattr(e, "strerror", "") or e
         raise BadInput(
-            f"--set addr={addr}: wanted an address of this machine, at which the other nodes reach it; "
-            f"it cannot be listened on here: {why}"
+            f"--set addr={addr}: wanted an address of this machine, at which the other nodes reach "
+            f"it; it cannot be listened on here: {why}"
         ) from None
 
 

@@ -60,8 +60,21 @@ def without_colours(text: object) -> str:
     return COLOURS.sub("", str(text)).strip()
 
 
-# clouds where SkyPilot makes a network for each cluster, unless `<cloud>.vpc_name` names one
-OWN_NETWORK = ("azure",)
+# why two clusters at an offer do not reach each other, and what to do
+CONFIG = "in ~/.sky/config.yaml, or under `config:` in the task file"
+OWN_VNET = (
+    "SkyPilot makes a VNet for each Azure cluster; name one that has a subnet in the region: "
+    f"`azure: {{vpc_name: NAME}}` {CONFIG}"
+)
+OWN_GROUP = (
+    "SkyPilot makes a security group for each AWS cluster that opens `ports`; leave `ports` out, "
+    "or name one group whose members may reach each other: `aws: {security_group_name: NAME}` "
+    f"{CONFIG}"
+)
+NO_LINKS = (
+    "SkyPilot connects no two nodes on {}, where a node lies behind NAT or without an address of "
+    "its own; name other clouds in `resources`"
+)
 
 
 class Calls:
@@ -148,20 +161,34 @@ class Calls:
             "accelerator": str(accelerator),
             "gpus": int(count * num_nodes),
             "resources": resources.to_yaml_config(),
-            "own_network": cloud in OWN_NETWORK and not Calls._network(cloud, resources),
+            "apart": Calls._apart(cloud, resources),
         }
 
     @staticmethod
-    def _network(cloud: str, resources: Any) -> str | None:
-        """Return the network that the person's configuration puts a cluster into, if any."""
-        name: str | None = sky("skypilot_config").get_effective_region_config(
-            cloud=cloud,
-            region=resources.region,
-            keys=("vpc_name",),
-            default_value=None,
-            override_configs=resources.cluster_config_overrides,
-        )
-        return name
+    def _apart(cloud: str, resources: Any) -> str:
+        """Return why two clusters at this offer would not reach each other, and the remedy; "" if
+        they do as far as SkyPilot's configuration tells (firewalls of the person's own and
+        Kubernetes' NetworkPolicies are not known here)."""
+
+        def named(key: str) -> Any:
+            return sky("skypilot_config").get_effective_region_config(
+                cloud=cloud,
+                region=resources.region,
+                keys=(key,),
+                default_value=None,
+                override_configs=resources.cluster_config_overrides,
+            )
+
+        if cloud == "azure" and not named("vpc_name"):
+            return OWN_VNET
+        if cloud == "aws" and resources.ports and not named("security_group_name"):
+            return OWN_GROUP
+        linked = sky("clouds").CloudImplementationFeatures.MULTI_NODE
+        try:
+            resources.cloud.check_features_are_supported(resources, {linked}, resources.region)
+        except sky("exceptions").NotSupportedError:
+            return NO_LINKS.format(resources.cloud)
+        return ""
 
     # -- clusters --
     def launch(

@@ -164,11 +164,9 @@ def to_offer(answer: Mapping[str, Any]) -> Offer:
     )
 
 
-NO_NETWORK = (
-    "wanted nodes that reach each other, found that each node of {} would get a network of its "
-    "own (SkyPilot makes a VNet for each cluster), so they could not train together; name one VNet "
-    "that has a subnet in the region: `azure: {{vpc_name: NAME}}` in ~/.sky/config.yaml, or under "
-    "`config:` in the task file; or launch with --nodes 1"
+APART = (
+    "wanted nodes that reach each other, so that they can train together; found that those of {} "
+    "would not: {}; or launch with --nodes 1"
 )
 
 
@@ -192,7 +190,7 @@ class SkyOffers:
         now: Callable[[], float],
     ):
         self._fleet = fleet
-        self.own_network: tuple[str, ...] = ()  # offers with a network for each node
+        self.apart: dict[str, str] = {}  # offers whose nodes do not reach each other, and why
         self._sky, self._path, self.config, self._now = sky, path, config, now
         self._clouds, self._on_demand = clouds, on_demand
         self._answers: dict[str, dict[str, Any]] = {}
@@ -249,11 +247,11 @@ class SkyOffers:
                 f"{self._path}: SkyPilot has no offer: {e.message}; `sky check` tells more"
             ) from e
         self._answers |= {a["name"]: a for a in answers}
-        self.own_network = tuple(a["name"] for a in answers if a.get("own_network"))
-        if self._fleet and self.own_network:
-            answers = [a for a in answers if not a.get("own_network")]
+        self.apart = {a["name"]: a["apart"] for a in answers if a.get("apart")}
+        if self._fleet and self.apart:
+            answers = [a for a in answers if a["name"] not in self.apart]
             if not answers:
-                raise BadInput(f"{self._path}: {NO_NETWORK.format(self.own_network[0])}")
+                raise BadInput(f"{self._path}: {APART.format(*next(iter(self.apart.items())))}")
         found = sorted(to_offer(a) for a in answers if not a["spot"] or has_spot_market(a))
         self.no_spot_market = tuple(
             a["name"] for a in answers if a["spot"] and not has_spot_market(a)
@@ -340,9 +338,10 @@ class SkyPilotCloud:
         return self._market.no_spot_market
 
     @property
-    def own_network(self) -> tuple[str, ...]:
-        """Names of the offers whose nodes would each get a network of their own."""
-        return self._market.own_network
+    def apart(self) -> dict[str, str]:
+        """The offers whose nodes would not reach each other, each with the reason and the remedy.
+        For a fleet they are left out."""
+        return self._market.apart
 
     def launch(self, attempt: int, offer: Offer) -> None:
         if self.broken:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
@@ -45,6 +45,7 @@ class LaunchPlan:
     budget_usd: float | None
     replica_ranks: int = 1  # workers that compute one micro-batch together
     mesh: ModelMesh | None = None  # how workers share one copy of the model
+    apart: Mapping[str, str] = field(default_factory=dict)  # left out of a fleet: why
 
     def usd_per_step(self, offer: Offer) -> float | None:
         """Return USD for a step on any number of nodes of this offer (twice the nodes take half
@@ -80,6 +81,7 @@ class LaunchPlan:
                 for i, o in enumerate(self.offers, 1)
             ],
             "no_spot_market": list(self.no_market),
+            "apart": dict(self.apart),
             "nodes": list(self.nodes),
             "choice": self.choice.name if self.choice else None,
             "why": self.why,
@@ -100,6 +102,7 @@ def make(
     budget_usd: float | None = None,
     replica_ranks: int = 1,
     mesh: ModelMesh | None = None,
+    apart: Mapping[str, str] | None = None,
     view: View | None = None,
 ) -> LaunchPlan:
     """Rank the offers by asking the policy repeatedly, as if every offer that it takes were then
@@ -132,6 +135,7 @@ def make(
         budget_usd,
         replica_ranks,
         mesh,
+        apart or {},
     )
 
 
@@ -200,6 +204,14 @@ def show(plan: LaunchPlan, console: Console) -> None:
         some = ", ".join(plan.no_market[:4])
         console.print(
             f"{len(plan.no_market)} left out, their spot price is the on-demand price: {some}",
+            soft_wrap=True,
+            markup=False,
+        )
+    for why in dict.fromkeys(plan.apart.values()):
+        names = [name for name, reason in plan.apart.items() if reason == why]
+        console.print(
+            f"{len(names)} left out, whose nodes do not reach each other: {', '.join(names[:4])} "
+            f"({why})",
             soft_wrap=True,
             markup=False,
         )

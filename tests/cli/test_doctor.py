@@ -13,7 +13,7 @@ from rich.console import Console
 from harness.cli import command as cli
 from harness.cli import doctor, prove
 from harness.cli.doctor import FAIL, OK, WARN
-from harness.clouds.sky_broker import Calls, SkyError
+from harness.clouds.sky_broker import NO_LINKS, OWN_GROUP, OWN_VNET, Calls, SkyError
 from harness.clouds.sky_task import load
 from harness.clouds.skypilot import SkyPilotCloud
 from harness.core.world import BadInput, CloudUnavailable
@@ -132,24 +132,51 @@ def test_offers_that_are_none_or_in_one_place(task):
     assert "H1000" in examine(task, sky=Broken())["offers"].found
 
 
-def test_nodes_that_would_each_get_a_network_of_their_own(task):
-    alone = {**EAST, "name": "azure/eastus/ND96", "place": "azure/eastus", "own_network": True}
-    assert "network" not in examine(task)
+def test_nodes_that_would_not_reach_each_other(task):
+    alone = {**EAST, "name": "azure/eastus/ND96", "place": "azure/eastus", "apart": OWN_VNET}
+    pod = {**EAST, "name": "runpod/CA/H100", "place": "runpod/CA", "apart": NO_LINKS.format("RunPod")}
+    calm = examine(task)["network"]
+    assert calm.state == OK and "NetworkPolicies" in calm.found  # what nobody can know is said
     found = examine(task, sky=Sky([alone, WEST]))["network"]
-    assert found.state == WARN and "azure/eastus/ND96" in found.found
-    assert "azure.vpc_name" in found.remedy
-    fleet = SkyPilotCloud(task, "x", Sky([alone, WEST]), fleet=True)
+    assert found.state == WARN and "1 of 2 offers, such as azure/eastus/ND96" in found.found
+    assert "azure: {vpc_name: NAME}" in found.remedy
+    both, _ = doctor.offers(Sky([alone, pod, WEST]), task)
+    assert ["RunPod" in f.remedy for f in both if f.what == "network"] == [False, True]
+    fleet = SkyPilotCloud(task, "x", Sky([alone, pod, WEST]), fleet=True)
     assert [o.name for o in fleet.offers()] == [WEST["name"]]
     assert len(SkyPilotCloud(task, "x", Sky([alone, WEST])).offers()) == 2  # one node needs nobody
-    with pytest.raises(BadInput, match=r"vpc_name: NAME"):
-        SkyPilotCloud(task, "x", Sky([alone]), fleet=True).offers()
+    with pytest.raises(BadInput, match=r"runpod/CA/H100 would not: .* behind NAT .* --nodes 1"):
+        SkyPilotCloud(task, "x", Sky([pod]), fleet=True).offers()
 
 
-def test_skypilots_configuration_says_which_network_a_cluster_gets():
+@pytest.mark.parametrize(
+    ("cloud", "ports", "override", "why"),
+    [
+        ("azure", None, {}, OWN_VNET),
+        ("azure", None, {"azure": {"vpc_name": "mine"}}, ""),
+        ("aws", None, {}, ""),
+        ("aws", ["8080"], {}, OWN_GROUP),
+        ("aws", ["8080"], {"aws": {"security_group_name": "mine"}}, ""),
+        ("gcp", ["8080"], {}, ""),
+        ("nebius", None, {}, ""),
+        ("runpod", None, {}, NO_LINKS.format("RunPod")),
+        ("vast", None, {}, NO_LINKS.format("Vast")),
+    ],
+)
+def test_skypilot_says_whether_two_clusters_reach_each_other(cloud, ports, override, why):
     pytest.importorskip("sky")
-    for override, name in ({}, None), ({"azure": {"vpc_name": "mine"}}, "mine"):
-        resources = SimpleNamespace(region="eastus", cluster_config_overrides=override)
-        assert Calls._network("azure", resources) == name
+    from sky.utils.registry import CLOUD_REGISTRY
+
+    resources = SimpleNamespace(
+        cloud=CLOUD_REGISTRY.from_str(cloud),
+        region="eastus",
+        ports=ports,
+        cluster_config_overrides=override,
+        use_spot=True,
+        instance_type="x",
+        accelerators=None,
+    )
+    assert Calls._apart(cloud, resources) == why
 
 
 class Overwrites(MemoryStore):

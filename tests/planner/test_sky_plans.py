@@ -70,3 +70,18 @@ def test_the_plan_says_what_why_and_for_how_much(sky, tmp_path):
     # 16 workers of speed 1 for 0.6 s
     assert timed.usd_per_step(timed.choice) == pytest.approx(6.836 / 8 / 3600 * 16 * 0.6)
     assert json.dumps(made.to_json())
+
+
+def test_a_fleet_is_offered_no_nodes_that_do_not_reach_each_other(sky, tmp_path):
+    path = tmp_path / "task.yaml"
+    path.write_text("name: t\nresources: {accelerators: {H100: 1, A100-80GB: 1}}\nrun: train\n")
+    task = load(path, {}, use_skypilot=False)
+    alone = SkyPilotCloud(task, "x", sky, clouds=("runpod", "nebius"))
+    fleet = SkyPilotCloud(task, "x", sky, clouds=("runpod", "nebius"), fleet=True)
+    kept = {o.name.split("/")[0] for o in fleet.offers()}
+    assert {o.name.split("/")[0] for o in alone.offers()} == {"runpod", "nebius"}
+    assert kept == {"nebius"} and fleet.apart == alone.apart and fleet.apart
+    made = launch_plan.make(fleet.offers(), policies.cheapest, (1, 4), apart=fleet.apart)
+    said = f"{len(fleet.apart)} left out, whose nodes do not reach each other: runpod/"
+    assert said in shown(made) and "behind NAT" in shown(made)
+    assert list(made.to_json()["apart"]) == list(fleet.apart)
