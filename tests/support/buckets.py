@@ -142,11 +142,16 @@ def moto(
     url = f"http://127.0.0.1:{made.server_port}"
     try:
         # The word "bucket" in a bucket's name must not be mistaken for an error about it.
-        urllib.request.urlopen(urllib.request.Request(f"{url}/my-bucket", method="PUT")).close()
+        make_s3_bucket(url, "my-bucket")
         yield url
     finally:
         made.shutdown()
         thread.join()
+
+
+def make_s3_bucket(url: str, name: str) -> None:
+    """Make a bucket of a store that asks for no signature."""
+    urllib.request.urlopen(urllib.request.Request(f"{url}/{name}", method="PUT")).close()
 
 
 @contextlib.contextmanager
