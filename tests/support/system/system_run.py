@@ -135,6 +135,8 @@ def play(
             return whole.play()
     except Violation as e:
         raise Failed(f"{e}\n  reproduce it: make simsystem SEED={seed}", whole.said) from e
+    finally:
+        whole.kernel.close()
 
 
 class WholeSystem:
