@@ -656,7 +656,7 @@ class Agent:
         fruitless = self._past.fruitless
         self._past.fruitless = fruitless.broken_off(committed, evidence.attached, lasted_s)
         steps = [sign.step for sign in self._workers.signs()]
-        return max(committed, *steps) if failed else 0
+        return max([committed, *steps]) if failed else 0
 
     def _answer_for_run(self, epoch: Epoch) -> bool:
         """Ensure that the run's end is committed, since all our workers ended with status 0. If the

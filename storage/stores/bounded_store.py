@@ -201,12 +201,20 @@ class Prompt:
     A call that was given up goes on. The same call, made again, waits for that one, and gets its
     answer if it came less than FRESH_S ago; so a slow store is read too, only later. While a write
     is under way its key takes no other, so that an old one cannot come after a new one. `inner`
-    ends its calls itself (`Retrying`, `Bounded`).
+    ends its calls itself (`Retrying`, `Bounded`). `begin` makes a call, `monotonic` its clock.
     """
 
-    def __init__(self, inner: ObjectStore, prompt_s: float = PROMPT_S, late_s: float = LATE_S):
+    def __init__(
+        self,
+        inner: ObjectStore,
+        prompt_s: float = PROMPT_S,
+        late_s: float = LATE_S,
+        begin: Callable[[Callable[[], Any]], Call[Any]] = Call,
+        monotonic: Callable[[], float] = time.monotonic,
+    ):
         self.inner, self.url = inner, inner.url
         self._prompt_s, self._late_s = prompt_s, late_s
+        self._begin, self._monotonic = begin, monotonic
         self._calls: dict[tuple[Any, ...], Call[Any]] = {}
         self._until_s = 0.0  # see `allow`
         self._lock = threading.Lock()
@@ -214,12 +222,12 @@ class Prompt:
     def allow(self, seconds: float) -> None:
         """Let all calls from now on wait until `seconds` from now: the loop is over, and its last
         words are worth a wait."""
-        self._until_s = time.monotonic() + seconds
+        self._until_s = self._monotonic() + seconds
 
     def _wait_s(self, mine: Call[Any]) -> float:
         with self._lock:
             late = any(one is not mine and not one.wait(0) for one in self._calls.values())
-        allowed_s = self._until_s - time.monotonic()
+        allowed_s = self._until_s - self._monotonic()
         return max(allowed_s, self._late_s if late else self._prompt_s)
 
     def _call(self, what: tuple[Any, ...], do: Callable[..., T], *words: Any) -> T:
@@ -232,7 +240,7 @@ class Prompt:
         return call.answer()
 
     def _under_way(self, what: tuple[Any, ...], do: Callable[[], T]) -> Call[T]:
-        now, (kind, key, *_) = time.monotonic(), what
+        now, (kind, key, *_) = self._monotonic(), what
         with self._lock:
             for name, one in list(self._calls.items()):
                 if one.wait(0) and now - one.ended_s > FRESH_S:
@@ -247,7 +255,7 @@ class Prompt:
                     del self._calls[name]
             if len(self._calls) >= MOST_UNDER_WAY:
                 raise StoreUnavailable(f"{self.url}/{key}: {len(self._calls)} calls under way")
-            call = self._calls[what] = Call(do)
+            call = self._calls[what] = self._begin(do)
             return call
 
     def ask(self, name: str, do: Callable[[], T]) -> T:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from harness.core.world import Offer
 from harness.worker.snapshot_timer import Interval
+from storage.errors import StoreUnavailable
 from storage.testing.faulty_store import Crash
 from support.system.system_bucket import patience_of
 
@@ -95,6 +96,15 @@ KINDS = {
     # shorter than a restore looks: the very first snapshot leaves no trace but itself
     "unseen": Kind("the bucket lists no snapshot, and says 404 of all", (1, 8)),
     "controller-silent": Kind("the bucket does not answer controllers", (1, 60)),
+    # time that is lost inside a call
+    "stalled": Kind("the bucket does what this node asks only later, if at all", (5, 120)),
+    "unanswered": Kind("the bucket does what this node asks, and answers later", (5, 120)),
+    "drips": Kind("each answer of the bucket to this node takes seconds", (5, 120)),
+    "stalled-to-all": Kind("the bucket does what anybody asks only later", (5, 90)),
+    "drips-to-all": Kind("each answer of the bucket takes seconds", (5, 90)),
+    "controller-stalled": Kind("the bucket answers controllers only later", (5, 120)),
+    "repeated": Kind("what this node puts or deletes arrives again, seconds later", (5, 120)),
+    "half-reads": Kind("this node gets half of each object", (1, 15)),
     "controller-expired": Kind("controllers' credentials are expired", (2, 120)),
     "rot": Kind("the newest committed snapshot is damaged in the bucket"),
     # clocks and pauses
@@ -103,6 +113,12 @@ KINDS = {
     "pause-node": Kind("this whole node stands still", (1, 60)),
     "pause-uploader": Kind("this node's uploads stand still at their next operation", (1, 60)),
     "pause-controller": Kind("the controller stands still at its next operation", (5, 120)),
+    # what neither dies nor answers
+    "hang-uploader": Kind("this node's uploader hangs, for good"),
+    "hang-warm": Kind("the process that forks this node's workers hangs, for good"),
+    "imports-hang": Kind("what new nodes import hangs, for good", (2, 40)),
+    "walled": Kind("no node can connect to this one; it connects to them", (60, 400)),
+    "sigterm": Kind("this node's agent is told to end, by a signal"),
     # deaths
     "crash-controller": Kind("the controller dies at its next operation, before it is done"),
     "crash-controller-late": Kind("the controller dies at its next operation, when it is done"),
@@ -117,6 +133,7 @@ KINDS = {
     # exhaustion
     "no-descriptors": Kind("this node can make no new connection", (5, 120)),
     "full-disk": Kind("this node can stage no snapshot", (5, 120)),
+    "scratch-full": Kind("this node's agent can write no mark", (5, 200)),
     # the cloud
     "notice": Kind("this node will be taken, with a word", (5, 60)),
     "false-notice": Kind("a notice that is taken back", (3, 30)),
@@ -131,6 +148,11 @@ KINDS = {
 # not drawn for every world: who comes while nobody of the run lives takes it over, by design
 OTHER_VERSION = Kind("a person starts a node of another version of this code in the run")
 SPREAD = 12.0  # most faults a minute
+# what should keep nobody from anything: neither the node that it befalls, nor others
+HARMLESS = ("scratch-full", "full-disk", "repeated", "jump", "snapshot-asked", "twice", "unlisted")
+BORNE = (*HARMLESS, "hang-uploader")
+# how long it takes others, by design, to find what befell a node
+FOUND_S = {"hang-worker": 130.0, "hang-warm": 65.0, "rot": 60.0}
 
 
 @dataclass(frozen=True)
@@ -252,6 +274,18 @@ def _hang_worker(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
         whole.kernel.after(fault.lasts_s, worker.come_to)
 
 
+def _hang_uploader(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
+    node.uploads.hangs = node.uploads.up
+
+
+def _hang_warm(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
+    node.pool.hang()
+
+
+def _sigterm(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
+    node.signal()
+
+
 def _bad_memory(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
     for name, data in node.near.items():
         node.near[name] = bytes([data[0] ^ 1]) + data[1:]
@@ -302,6 +336,9 @@ STRIKES: dict[str, Callable[[WholeSystem, SimNode, Fault], None]] = {
     "bad-memory": _bad_memory,
     "hang-worker": _hang_worker,
     "fail-script": _fail_script,
+    "hang-uploader": _hang_uploader,
+    "hang-warm": _hang_warm,
+    "sigterm": _sigterm,
     "power-loss": _power_loss,
     "sick-gpu": lambda whole, node, fault: node.sick(),
     "jump": _jump,
@@ -317,6 +354,10 @@ STRIKES: dict[str, Callable[[WholeSystem, SimNode, Fault], None]] = {
 
 CONTROLLER = "controller"
 HURRY_S = 0.3  # how much quicker others may be at an operation
+CALL_S = 60.0  # the longest that a call is made again and again: `retries.RETRY_WITHIN_S`
+DRIP_S = (0.2, 3.0)  # for an answer that comes slowly
+AGAIN_S = (0.2, 8.0)  # until a request arrives a second time
+EVERYBODY = -1
 
 
 class ActiveFaults:
@@ -328,6 +369,8 @@ class ActiveFaults:
         self._strikes: dict[str, list[Fault]] = {}
         self.misread: dict[int, float] = {}  # by attempt: when it last was given damaged bytes
         self.overtake: Callable[[float], None] = lambda lasts_s: None
+        self.last_s = 0.0  # when something last began to go wrong
+        self.until_s: dict[int, float] = {}  # by node, or EVERYBODY: how long something is wrong
 
     def patience(self) -> Patience:
         return patience_of(self._kernel)
@@ -342,21 +385,36 @@ class ActiveFaults:
         if fault.kind == "unseen" and self.reigns("unseen"):
             return  # spells that follow each other are one that is too long
         until_s = self._kernel.now_s + fault.lasts_s
+        for number in {EVERYBODY} if who is None else {who, who if other is None else other}:
+            self.note(number, fault)
         self._spells.setdefault(fault.kind, []).append((until_s, who, other))
+
+    def note(self, number: int, fault: Fault) -> None:
+        """Something is wrong with this node."""
+        now = self._kernel.now_s
+        if fault.kind not in HARMLESS:
+            self.last_s = max(self.last_s, now + FOUND_S.get(fault.kind, 0.0))
+        if fault.kind not in BORNE:
+            self.until_s[number] = max(self.until_s.get(number, 0.0), now + fault.lasts_s)
 
     def reigns(
         self, kind: str, node: SimNode | None = None, other: int | None = None, later_s: float = 0.0
     ) -> bool:
         """Does a spell of this kind hold for this node now (or for everybody)?"""
+        return self._kernel.now_s + later_s < self.over_s(kind, node, other)
+
+    def over_s(self, kind: str, node: SimNode | None = None, other: int | None = None) -> float:
+        """When the last spell of this kind for this node is over; 0.0: there was none."""
         spells = self._spells.get(kind)
         if not spells:
-            return False
-        now = self._kernel.now_s + later_s
+            return 0.0
         number = node.number if node is not None else None
-        return any(
-            now < until_s and who in (None, number) and (other is None or whom == other)
+        ends = (
+            until_s
             for until_s, who, whom in spells
+            if who in (None, number) and (other is None or whom == other)
         )
+        return max(ends, default=0.0)
 
     # ---- strikes ---------------------------------------------------------------------------------
     def arm(self, actor: str, fault: Fault) -> None:
@@ -376,6 +434,9 @@ class ActiveFaults:
         if fault.kind == "pause-controller":
             self.overtake(fault.lasts_s)
         elif fault.lasts_s:
+            if actor.startswith("agent"):
+                self._kernel.pause(actor, fault.lasts_s)
+            self.last_s = self._kernel.now_s + fault.lasts_s
             self._kernel.sleep(fault.lasts_s)
         else:
             raise Crash
@@ -389,14 +450,27 @@ class ActiveFaults:
         return False
 
     # ---- what the bucket answers -----------------------------------------------------------------
+    def stall(self, kind: str, node: SimNode | None, where: str, rng: random.Random) -> None:
+        """Time passes in a call. Raises StoreUnavailable when it was tried for long enough."""
+        if not self._spells:
+            return
+        slow = self.reigns("drips-to-all") or (node is not None and self.reigns("drips", node))
+        if kind == "stalled" and slow:
+            self._kernel.sleep(rng.uniform(*DRIP_S))
+        now, ours = self._kernel.now_s, kind if node is not None else f"controller-{kind}"
+        wait_s = max(self.over_s(f"{kind}-to-all"), self.over_s(ours, node)) - now
+        if wait_s > 0:
+            self._kernel.sleep(min(wait_s, CALL_S))
+        if wait_s > CALL_S:
+            raise StoreUnavailable(f"{where}: no answer for {CALL_S:.0f} s (simulated)")
+
+    def repeat(self, node: SimNode | None, do: Callable[[], object], rng: random.Random) -> None:
+        """What was done is done again."""
+        if node is not None and self.reigns("repeated", node):
+            self._kernel.after(rng.uniform(*AGAIN_S), lambda: (do(), None)[1])
+
     def answer(
-        self,
-        actor: str,
-        node: SimNode | None,
-        kind: str,
-        key: str,
-        rng: random.Random,
-        later_s: float,
+        self, node: SimNode | None, kind: str, key: str, rng: random.Random, later_s: float
     ) -> str:
         """ "": as it should be."""
         if not self._spells or (self.calm and not later_s):
@@ -418,7 +492,13 @@ class ActiveFaults:
         return ""
 
     def damages_read(self, node: SimNode | None, key: str) -> bool:
-        damaged = key.endswith("state.bin") and self.reigns("damaged-reads", node)
+        return key.endswith("state.bin") and self._misreads("damaged-reads", node)
+
+    def halves_read(self, node: SimNode | None, key: str) -> bool:
+        return node is not None and self._misreads("half-reads", node)
+
+    def _misreads(self, kind: str, node: SimNode | None) -> bool:
+        damaged = self.reigns(kind, node)
         if damaged and node is not None:
             self.misread[node.attempt] = self._kernel.now_s
         return damaged

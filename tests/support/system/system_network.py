@@ -108,6 +108,10 @@ class SimulatedNet:
     def connected(self, a: SimNode, b: SimNode) -> bool:
         return self.open(a, b) and self.open(b, a)
 
+    def dials(self, a: SimNode, b: SimNode) -> bool:
+        """Can `a` make a connection to `b`?"""
+        return self.connected(a, b) and (a is b or not self.trouble.reigns("walled", b))
+
 
 @dataclass
 class _Flag:
@@ -195,7 +199,7 @@ class SimulatedConnections(SimulatedHeartbeats):
         other = self.net.nodes.get(address[0])
         if self.net.trouble.reigns("no-descriptors", self.node):
             self._later(0.0, lambda: self._lost(conn, refused=False))
-        elif other is not None and self.net.connected(self.node, other):
+        elif other is not None and self.net.dials(self.node, other):
             there = self.net.ports.get((address[0], address[1]))
             if there is None or there.closed:
                 self._later(self._latency_s(), lambda: self._lost(conn, refused=True))

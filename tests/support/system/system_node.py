@@ -10,13 +10,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from harness.agent import node_state
-from harness.agent.agent import Agent
+from harness.agent.agent import PAUSE_S, Agent
 from harness.agent.flight_recorder import FlightDump
 from harness.agent.host import NoWatch
-from harness.agent.workers import AgentConfig, Fitness, Timing, WorkerEnd, Worlds
+from harness.agent.workers import FORKED_WITHIN_S, AgentConfig, Fitness, Timing, WorkerEnd, Worlds
 from harness.bucket.layout import NO_EPOCH, Epoch
 from harness.core.facts import Fact, WorkerHung
 from harness.core.world import Offer
@@ -24,11 +24,14 @@ from harness.node import heartbeat
 from harness.node.marks import Mark, Want
 from harness.node.worker_gpus import NodeHardware
 from harness.notices.notice import Cancelled, Notice, Noticed
+from harness.uploader.handoff import AGENT_ANSWER_S
+from harness.uploader.liveness import BEAT_S, UploaderWatch
 from storage.errors import StoreError
 from storage.snapshots.manifest import Ref
 from storage.testing.faulty_store import Crash
 from support.system.system_network import SimulatedConnections
 from support.system.system_uploads import Sending
+from support.system.virtual_time import SimLock
 
 if TYPE_CHECKING:
     from harness.rendezvous.rendezvous import Rendezvous
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
     from support.system.system_trackers import SimSidecars
 
 TURN_S = 1.0  # between two turns of an agent
+NEVER_S = 1e9
+GRACE_S = 30.0  # of an agent that a signal ends
 EPOCH_S = 1_700_000_000.0  # wall clocks begin here
 IMPORT_S = (2.0, 8.0)  # for the warm process
 FORK_S = (0.1, 1.0)  # for a worker to begin
@@ -80,6 +85,7 @@ class SimWorker:
     ended_by_us: bool = False
     stuck: bool = False  # it hangs
     began: bool = False  # it has a session
+    ordered_s: float = float("inf")  # when its fork was ordered; inf: it was forked
     to_fail: str = ""  # the script's error, at its next step
 
     @property
@@ -126,7 +132,8 @@ class SimPool:
     def __init__(self, node: SimNode, record: Callable[[Fact], None]):
         self._node, self._record = node, record
         self._epoch, self.mark = NO_EPOCH, SimMark(node)
-        self._warm_s = float("inf")
+        # when the process that forks workers is warm; it may hang. inf: there is none
+        self._warm_s, self._hangs = float("inf"), False
         self.all: list[SimWorker] = []
 
     def warm(self) -> bool:
@@ -135,6 +142,14 @@ class SimPool:
     def warm_up(self) -> None:
         if self._warm_s == float("inf"):
             self._warm_s = self._node.sim.kernel.now_s + self._node.rng.uniform(*IMPORT_S)
+            if self._node.sim.trouble.reigns("imports-hang"):
+                self.hang()
+
+    def hang(self) -> None:
+        """The process that forks workers hangs; if it was not warm it never will be."""
+        self._hangs = True
+        if not self.warm():
+            self._warm_s = NEVER_S
 
     def close(self) -> None:
         self._kill()
@@ -148,17 +163,23 @@ class SimPool:
         self._node.mark = Mark(Want.NOTHING, "")
 
     def start(self, epoch: Epoch, stage: Path, patience: float) -> None:
+        self.warm_up()
         sim, now = self._node.sim, self._node.sim.kernel.now_s
         self._epoch, self.all = epoch, []
         for rank in epoch.ranks(self._node.member):
             signs = _SignFile()
             pulse = heartbeat.WorkerHeartbeat(signs, LIMITS, patience, since_s=now)  # type: ignore[arg-type]
-            self.all.append(SimWorker(self._node, epoch, rank, signs, pulse))
+            self.all.append(SimWorker(self._node, epoch, rank, signs, pulse, ordered_s=now))
         for worker in self.all:
             sim.kernel.after(
-                self._node.rng.uniform(*FORK_S),
-                lambda w=worker: sim.team(epoch).join(w),  # type: ignore[misc]
+                max(0.0, self._warm_s - now) + self._node.rng.uniform(*FORK_S),
+                lambda w=worker: self._fork(w),  # type: ignore[misc]
             )
+
+    def _fork(self, worker: SimWorker) -> None:
+        if not self._hangs:
+            worker.ordered_s = float("inf")
+            self._node.sim.team(worker.epoch).join(worker)
 
     def seen(self) -> list[WorkerEnd]:
         return [w.seen() for w in self.all]
@@ -185,7 +206,7 @@ class SimPool:
                 continue
             worker.pulse.look(now)
             state = "T" if worker.stuck else "S"
-            if what := worker.pulse.hung(now, state):
+            if what := worker.pulse.hung(now, state) or self._unforked(worker):
                 worker.hung, worker.guilty = what, not worker.pulse.waits(state)
                 sign = worker.pulse.sign or heartbeat.Sign(0, 0, heartbeat.WorkerPhase.START)
                 self._record(
@@ -203,7 +224,14 @@ class SimPool:
                 hung.append(worker)
         return hung
 
+    def _unforked(self, worker: SimWorker) -> str:
+        """As `workers.Workers`."""
+        silent_s = self._node.sim.kernel.now_s - worker.ordered_s
+        return "not forked: the warm process hangs" if silent_s > FORKED_WITHIN_S else ""
+
     def end(self) -> list[int]:
+        if any(w.at_work and w.ordered_s < float("inf") for w in self.all):
+            self._warm_s, self._hangs = float("inf"), False  # it is killed
         self._kill()
         for worker in self.all:
             worker.pulse.look(self._node.sim.kernel.now_s)
@@ -214,34 +242,67 @@ class SimPool:
 
 
 class SimMark:
-    """The mark of a node, as `marks.MarkFile` writes it."""
+    """The mark of a node, as `marks.MarkFile` writes it: where it cannot, workers get a signal."""
 
     def __init__(self, node: SimNode):
         self._node = node
+        self._unwritten: Mark | None = None
 
     def write(self, want: Want, why: str, deadline_s: float | None) -> None:
-        self._node.mark = Mark(want, why, deadline_s, f"{self._node.rng.randrange(1 << 32):x}")
+        self._unwritten = Mark(want, why, deadline_s, f"{self._node.rng.randrange(1 << 32):x}")
+        self.write_again()
 
-    def write_again(self) -> None: ...
+    def write_again(self) -> None:
+        if (mark := self._unwritten) is None:
+            return
+        full = mark.want is not Want.NOTHING and self._node.sim.trouble.reigns(
+            "scratch-full", self._node
+        )
+        if not full or self._node.pool.attached():
+            self._node.mark = mark
+        if not full:
+            self._unwritten = None
 
 
 # ---- uploads -------------------------------------------------------------------------------------
+@dataclass
+class _Watch(UploaderWatch):
+    """The agent's watch on the heartbeat, which is not in a file."""
+
+    beats: Callable[[], int] = lambda: 0
+
+    def _read(self) -> bytes:
+        return self.beats().to_bytes(8, "big")
+
+
 class SimUploads:
-    """The node's uploader process, and what it has been handed. `jobs`: on their way."""
+    """The node's uploader process, and what it has been handed. `jobs`: on their way; `hangs`: it
+    neither works nor dies."""
 
     def __init__(self, node: SimNode):
         self._node, self.folder = node, Path("stage")
-        self.up = False
+        self.up = self.hangs = False
         self.jobs: list[Sending] = []
         self.deadline_s: float | None = None
+        self._beat, self._watch = 0, _Watch(self.folder)
 
     def ensure(self) -> None:
-        self.up = True
+        if not self.up:
+            self.up, self._watch = True, _Watch(self.folder, beats=self._beats)
+
+    def _beats(self) -> int:
+        self._beat = self._beat if self.hangs else 1 + int(self._node.sim.kernel.now_s / BEAT_S)
+        return self._beat
 
     def look(self, now: float) -> list[tuple[str, int, str]]:
-        return []
+        if not self.up or not (why := self._watch.hung(now, self.deadline_s is not None)):
+            return []
+        self.kill()
+        return [("uploader", KILLED, why)]
 
     def busy(self) -> int:
+        if self.hangs:
+            return 1  # it does not answer
         return sum(not job.written for job in self.jobs) if self.up else 0
 
     def drain(self, deadline_s: float | None) -> None:
@@ -249,7 +310,7 @@ class SimUploads:
 
     def settle(self, wait_s: float, near: bool = False) -> None:
         kernel = self._node.sim.kernel
-        until_s = kernel.now_s + wait_s
+        until_s = kernel.now_s + (min(wait_s, AGENT_ANSWER_S) if self.hangs else wait_s)
         while self.busy() and kernel.now_s < until_s:
             self._node.host.sleep(0.5)
 
@@ -258,7 +319,7 @@ class SimUploads:
 
     def kill(self) -> None:
         """The process is gone: who handed it something, and lives, sends it again."""
-        jobs, self.jobs, self.up = self.jobs, [], False
+        jobs, self.jobs, self.up, self.hangs = self.jobs, [], False, False
         for job in jobs:
             job.lose_uploader()
 
@@ -296,10 +357,11 @@ class SimHost:
         return self._node.sim.sidecars(self._node)
 
     def prompt(self, store: ObjectStore) -> ObjectStore:
-        return store  # its calls take no time here
+        self._prompt = cast("Access", store).prompt(self._node.sim.kernel)
+        return store
 
     def last_words(self, seconds: float) -> None:
-        pass
+        self._prompt.allow(seconds)
 
     def uploads(self, config: AgentConfig, member: str) -> SimUploads:
         self._node.uploads = SimUploads(self._node)
@@ -325,9 +387,10 @@ class SimHost:
         return self
 
     def stop(self) -> None:
-        self._node.tell = lambda event: None
+        self._node.tell = None
 
     def start_beats(self, rendezvous: Rendezvous) -> None:
+        rendezvous._lock = SimLock(self._node.sim.kernel)  # type: ignore[assignment]
         rendezvous.say()
         self._node.beat_later(rendezvous)
 
@@ -353,7 +416,9 @@ class SimNode:
     seen: Ref | None = None  # the newest snapshot that was seen committed here
     near: dict[str, bytes] = field(default_factory=dict)  # chunks that lie staged here
     next_port: int = 20_000
-    tell: Callable[[Any], None] = lambda event: None
+    tell: Callable[[Any], None] | None = None  # of its agent, while that listens
+    up_s: float = 0.0  # since when its agent runs
+    _turns: int = 0
 
     def __post_init__(self) -> None:
         self.addr = f"10.0.0.{self.number}"
@@ -385,13 +450,19 @@ class SimNode:
         except Crash:
             self._die()
             return
+        self.up_s = self.sim.kernel.now_s
         self._turn_later(0.0)
 
     def _turn_later(self, seconds: float) -> None:
-        self.sim.kernel.after(seconds, self._turn, self.actor)
+        self._turns += 1
+        self.sim.kernel.after(seconds, lambda n=self._turns: self._turn(n), self.actor)
 
-    def _turn(self) -> None:
-        if not self.runs():
+    def _turn_now(self) -> None:
+        """As soon as what it is in the middle of is done."""
+        self._turn(self._turns)
+
+    def _turn(self, number: int) -> None:
+        if not self.runs() or number != self._turns:
             return
         try:
             code = self.agent.turn()
@@ -451,8 +522,10 @@ class SimNode:
         return self.sim.kernel.paused(self.actor)
 
     # ---- what happens to it ----------------------------------------------------------------------
-    def access(self, actor: str, reads: bool = False) -> Access:
-        return self.sim.access(actor, self, reads)
+    def access(
+        self, actor: str, reads: bool = False, lives: Callable[[], bool] | None = None
+    ) -> Access:
+        return self.sim.access(actor, self, reads, lives or self.runs)
 
     def spoken(self, record: bytes) -> bytes:
         return self.access(self.actor).spoken(record)
@@ -461,14 +534,25 @@ class SimNode:
         found = Notice(
             "sim", "kill", f"n{self.rng.randrange(1 << 16)}", self.host.wall() + grace_s, True
         )
-        self.tell(Noticed(found))
+        self.hear(Noticed(found))
         if cancelled_s is not None:
-            self.sim.kernel.after(cancelled_s, lambda: self.tell(Cancelled(found)))
+            self.sim.kernel.after(cancelled_s, lambda: self.hear(Cancelled(found)))
+
+    def signal(self) -> None:
+        self.hear(node_state.Signalled("SIGTERM"))
+        self.sim.alive.told_to_end(self, GRACE_S)
+
+    def hear(self, event: Any) -> None:
+        """The agent's loop is told, and shall heed it soon."""
+        if self.tell is not None:
+            self.tell(event)
+            self.sim.alive.told(self)
+            self.sim.kernel.after(PAUSE_S, self._turn_now, self.actor)
 
     def sick(self) -> None:
         from harness.agent.gpu_health import Action, GpuFinding, HealthVerdict
 
-        self.tell(
+        self.hear(
             node_state.GpuJudged(
                 HealthVerdict(
                     GpuFinding("GPU-0", "xid 48", 48, "simulated"), Action.DRAIN, "it is worn"

@@ -46,6 +46,7 @@ from support.clock import speaking
 from support.system import system_checks
 from support.system.fault_plan import (
     CONTROLLER,
+    EVERYBODY,
     STRIKES,
     ActiveFaults,
     Fault,
@@ -54,7 +55,8 @@ from support.system.fault_plan import (
     Setting,
     faults_of,
 )
-from support.system.system_bucket import Access, Bucket
+from support.system.liveness import Liveness
+from support.system.system_bucket import Access, Bucket, Served
 from support.system.system_cloud import ControllerSeat, PlayedCloud
 from support.system.system_network import SimulatedNet
 from support.system.system_node import SimNode
@@ -133,8 +135,9 @@ def play(
     try:
         with speaking(setting.protocol):
             return whole.play()
-    except Violation as e:
-        raise Failed(f"{e}\n  reproduce it: make simsystem SEED={seed}", whole.said) from e
+    except Exception as e:  # an agent would end with a traceback
+        crash = "" if isinstance(e, Violation) else f"crash: {type(e).__name__}: "
+        raise Failed(f"{crash}{e}\n  reproduce it: make simsystem SEED={seed}", whole.said) from e
     finally:
         whole.kernel.close()
 
@@ -170,6 +173,7 @@ class WholeSystem:
             terminate_timeout_s=400.0,
             max_hours_without_progress=4.0,
         )
+        self.alive = Liveness(self)
         self.checkers = self._checkers()
         work_s = setting.total_steps * setting.step_s
         self.kernel.horizon_s = setting.calm_s + 6 * work_s + 4000.0
@@ -204,6 +208,7 @@ class WholeSystem:
             system_checks.NothingLost(store, self._gentle(), self.setting.total_steps),
             system_checks.PublishedOnce(store, digest, NAME),
             system_checks.StreamedOnce(store),
+            self.alive,
         ]
 
     def _gentle(self) -> bool:
@@ -230,9 +235,16 @@ class WholeSystem:
         self.kernel.broken = self.kernel.broken or Violation(f"{what} at {self.kernel.now_s:.1f} s")
         raise self.kernel.broken
 
-    def access(self, actor: str, node: SimNode | None, reads: bool = False) -> Access:
+    def access(
+        self,
+        actor: str,
+        node: SimNode | None,
+        reads: bool = False,
+        lives: Callable[[], bool] = lambda: True,
+    ) -> Access:
         rng = node.rng if node else self.random(actor)
-        return Access(self.bucket, self.trouble, actor, rng, node, reads)
+        served = Served(self.bucket, self.trouble, rng, node, reads, lives)
+        return Access(served, self.trouble, actor, rng, node.version if node else "now")
 
     def sidecars(self, node: SimNode) -> SimSidecars:
         return SimSidecars(node)
@@ -279,13 +291,14 @@ class WholeSystem:
         trouble = self.trouble
         if (
             kind.endswith("-to-all")
-            or kind in ("denied", "unseen", "cloud-silent", "full-cloud")
+            or kind in ("denied", "unseen", "cloud-silent", "full-cloud", "imports-hang")
             or (kind.startswith("controller-"))
         ):
             trouble.begin(fault, None)
         elif kind.endswith(("-controller", "-controller-late")):
             trouble.arm(CONTROLLER, fault)
         elif kind == "rot":
+            trouble.note(EVERYBODY, fault)
             self._rot()
         elif kind == "other-version":
             self._visit()
@@ -298,6 +311,7 @@ class WholeSystem:
             other = up[fault.other % len(up)]
             strike = STRIKES.get(kind)
             if strike is not None:
+                trouble.note(node.number, fault)
                 strike(self, node, fault)
             else:
                 trouble.begin(fault, node.number, other.number if kind == "one-way" else None)

@@ -51,8 +51,7 @@ class Sending:
     _generation: int = 0  # a new one when another process takes over
 
     def __post_init__(self) -> None:
-        self.store = self.node.access(self.actor)
-        self.snapshots = self.node.sim.build.snapshots(self.store)
+        self.created_s = self.node.sim.kernel.now_s
         self._begin()
 
     @property
@@ -61,7 +60,8 @@ class Sending:
 
     @property
     def _lives(self) -> bool:
-        return self.node.runs() and (not self.by_worker or self.worker.at_work)
+        sends = self.worker.at_work if self.by_worker else not self.node.uploads.hangs
+        return self.node.runs() and sends
 
     def lose_uploader(self) -> None:
         """The process that sent it is gone: the worker sends it again, under the same token."""
@@ -71,12 +71,18 @@ class Sending:
 
     def _begin(self) -> None:
         self._generation += 1
+        number = self._generation
+        self.store = self.node.access(
+            self.actor, lives=lambda: self._lives and number == self._generation
+        )
+        self.snapshots = self.node.sim.build.snapshots(self.store)
         self._run = self._steps()
         self._later(0.0)
 
     def _later(self, seconds: float) -> None:
         generation = self._generation
-        self.node.sim.kernel.after(seconds, lambda: self._step(generation), self.actor)
+        who = f"{self.actor}/{self.ref}-{self.worker.rank}-{generation}"  # one does not wait for others
+        self.node.sim.kernel.after(seconds, lambda: self._step(generation), who)
 
     def _step(self, generation: int) -> None:
         if generation != self._generation or not self._lives or self.outcome is not None:
@@ -89,6 +95,7 @@ class Sending:
         except Crash:
             return
         except StoreUnavailable as e:
+            now = self.node.sim.kernel.now_s
             since_s = self._silent_since_s = self._silent_since_s or now
             if now - since_s > RETRY_WITHIN_S:
                 self._land("failed", e)

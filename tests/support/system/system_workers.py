@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from harness.bucket.layout import IDENTITY, Epoch
+from harness.bucket.layout import IDENTITY, Epoch, Identity
 from harness.core import batch
 from harness.core import step_records as rec
 from harness.core.world import BadInput, HarnessError, whole_replicas
@@ -22,10 +21,10 @@ from harness.node.heartbeat import WorkerPhase
 from harness.node.marks import Want
 from harness.worker import boundary
 from harness.worker.boundary import BoundaryAction
-from storage.canonical_json import canonical, digest
-from storage.errors import StoreError, StoreUnavailable
+from storage.canonical_json import BadObject, canonical, digest
+from storage.errors import NotFound, StoreError, StoreUnavailable
 from storage.snapshots.manifest import Manifest, Ref
-from storage.snapshots.restore import ReadRetries, Rewind
+from storage.snapshots.restore import PAUSES_S, ReadRetries, Rewind
 from storage.snapshots.snapshots import Snapshots
 from storage.testing.faulty_store import Crash
 from storage.tiers.tiers import Tiered
@@ -210,8 +209,9 @@ class Ensemble:
             raise _Lost({})
         nodes = {w.node.number: w.node for w in ranks}.values()
         net = self.sim.net
+        linked = net.connected if self.step or self.resumed else net.dials  # both ways, of all pairs
         stalled = any(w.stuck or not w.node.alive or w.node.frozen() for w in ranks) or any(
-            not net.connected(a, b) for a in nodes for b in nodes if a is not b
+            not linked(a, b) for a in nodes for b in nodes if a is not b
         )
         now = self.sim.kernel.now_s
         if not stalled:
@@ -235,7 +235,7 @@ class Ensemble:
             worker.began = True
         self._tell(WorkerPhase.START)
         self.states = dict.fromkeys(self.workers, boundary.SessionState(by_script=True))
-        self._identify()
+        yield from self._identify()
         yield 0.1
         try:
             plan = self.sim.build.plan(setting.micro_batches, self.epoch.world)
@@ -263,17 +263,47 @@ class Ensemble:
                 worker.tell(place, self.step)
 
     def _store(self, rank: int = 0, reads: bool = False) -> Access:
-        node = self.workers[rank].node
-        return node.access(f"worker-{node.number}", reads)
+        worker = self.workers[rank]
+        name = f"worker-{worker.node.number}"
+        return worker.node.access(name, reads, lambda: worker.at_work and worker.node.runs())
 
-    def _identify(self) -> None:
+    def _identify(self) -> Iterator[float]:
+        """As `Run._recorded`: what one host cannot read is asked of another."""
         mine = identity(self.sim.setting.micro_batches, self.sim.setting.total_steps)
-        store = self._store()
-        if not store.create(IDENTITY, canonical(mine)):
-            found = json.loads(store.get(IDENTITY))
-            if found != mine:
-                raise BadInput(f"{store.url} holds another run: {found}, not {mine}")
         self.genesis = rec.genesis(mine)
+        if self._store().create(IDENTITY, canonical(mine)):
+            return
+        first = self.workers[0].node
+        second = next((r for r, w in sorted(self.workers.items()) if w.node is not first), None)
+        why = ""
+        for rank in (0,) if second is None else (0, second):
+            found, why = yield from self._read_identity(rank)
+            if found is not None:
+                if found != mine:
+                    raise BadInput(f"the bucket holds another run: {found}, not {mine}")
+                return
+        self._refuse_identity(why, second is not None)
+
+    def _read_identity(self, rank: int) -> Generator[float, None, tuple[dict[str, Any] | None, str]]:
+        """As `Run._read_identity`."""
+        why = ""
+        for pause_s in (0.0, *PAUSES_S):
+            if pause_s:
+                yield pause_s
+            try:
+                return Identity.decode(self._store(rank).get(IDENTITY)).body, ""
+            except (BadObject, NotFound) as e:
+                why = str(e)
+            except StoreError:
+                if not rank:
+                    raise
+                return None, ""  # the others wait for a word
+        return None, why
+
+    def _refuse_identity(self, why: str, by_two: bool) -> None:
+        if why and by_two:
+            raise BadInput(f"{IDENTITY}: {why}, from two hosts")
+        raise StoreUnavailable(f"{IDENTITY}: {why}, and no other host says so")
 
     def _train(self, plan: batch.Plan, step_s: float) -> None:
         for worker in self.workers.values():
@@ -444,9 +474,12 @@ class Ensemble:
         sim = self.sim
         nodes = {w.node.number: w.node for w in self.workers.values()}
         eyes = {
-            f"node-{n}": (node, node.access(f"worker-{n}", reads=True)) for n, node in nodes.items()
+            f"node-{w.node.number}": (w.node, self._store(rank, reads=True))
+            for rank, w in sorted(self.workers.items(), reverse=True)
         }
-        manifest, weights = self._restore(eyes)
+        manifest, weights = self._restore(dict(reversed(eyes.items())))
+        for _, access in eyes.values():
+            access.live()  # all that they read may have taken long
         yield max(access.waited_s for _, access in eyes.values())
         if manifest is None:
             self.step, self.head = 0, self.genesis

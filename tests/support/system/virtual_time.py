@@ -98,7 +98,11 @@ class Kernel:
 
     def paused(self, actor: str) -> bool:
         """`actor`: "NAME" or "NAME/part"; a part stands still with the whole."""
-        return self._paused_s.get(actor.partition("/")[0], 0.0) > self.now_s
+        return self.paused_s(actor) > self.now_s
+
+    def paused_s(self, actor: str) -> float:
+        """Until when it stood still."""
+        return self._paused_s.get(actor.partition("/")[0], 0.0)
 
     @contextmanager
     def acting(self, actor: str) -> Iterator[None]:
@@ -144,8 +148,7 @@ class Kernel:
             sleeper.switch()
 
     def _after_pause(self, actor: str, happen: Happening, of: str) -> None:
-        until_s = self._paused_s[actor.partition("/")[0]]
-        self.after(until_s - self.now_s, happen, of)
+        self.after(self.paused_s(actor) - self.now_s, happen, of)
 
     def _judge(self) -> None:
         moment, many = self._moment
