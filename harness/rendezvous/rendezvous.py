@@ -48,6 +48,7 @@ NEWEST_S = 2.0  # between two looks for the next generation in a big world, wher
 SUSPECT_S = 3.0  # without a change for so long, members that have not left are checked
 RETELL_S = 1.0  # between two changes of whom we reach that a big world is told
 READS = 8  # objects that are read concurrently
+COLD_S = 30.0  # a first generation waits so long for members that still import
 TURN_S = 2.0  # how long each member waits for the one before it to create the generation
 
 
@@ -69,6 +70,7 @@ class _Moments:
     newest_s: float = -float("inf")  # looked for the next generation
     reach_s: float = -float("inf")  # told whom we reach
     settled_s: float | None = None  # when all had left the last generation; None: not all have
+    cold_s: float | None = None  # since when members that warm up are waited for; None: none is
 
 
 class Rendezvous:
@@ -332,7 +334,8 @@ class Rendezvous:
         fresh_start = not any(n in by_name for n in last.members)
         if unsettled and self._monotonic() - self.others.fresh_s > SUSPECT_S:
             self.others.suspect(n for n in last.members if n in by_name)
-        if unknown or unsettled or (fresh_start and any(m.state == "warming" for m in alive)):
+        cold = fresh_start and any(m.state == "warming" for m in alive)
+        if unknown or unsettled or self._waits_for_cold(cold):
             self._last.settled_s = None
             return None
         where = meeting_place([(m.place, m.nproc, m.member in before) for m in reached])
@@ -384,6 +387,16 @@ class Rendezvous:
         here = [m for m in found if m.place == self.me.place]
         kept = self._sort_out(here, staying)
         return [m for m in found if m.state == "ready" and (m in kept or m not in here)]
+
+    def _waits_for_cold(self, cold: bool) -> bool:
+        """Return whether a first generation still waits for members that warm up, if there are
+        such: their imports may hang."""
+        if not cold:
+            self._last.cold_s = None
+            return False
+        now = self._monotonic()
+        self._last.cold_s = now if self._last.cold_s is None else self._last.cold_s
+        return now - self._last.cold_s < COLD_S
 
     def _time_to_ask(self) -> bool:
         """Return whether to check now if the run is over, while we cannot begin and no member

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,20 +12,25 @@ from unittest.mock import patch
 from harness.agent import node_state as node_machine
 from harness.agent import workers
 from harness.agent.agent import Agent
+from harness.agent.node_state import AgentState
 from harness.agent.run_orders import RunOrders
 from harness.bucket.layout import MEMBERS, epoch_key
+from harness.controller import recovery
 from harness.controller.recovery import Loop, RunOutcome
 from harness.controller.run_limits import RunSpec
 from harness.core import batch
 from harness.core import step_records as rec
-from harness.core.world import Launch
+from harness.core.world import BadInput, Launch
+from harness.ledger.attempts import how_it_ended
 from harness.look.trackers.publisher import publisher_of
 from harness.look.trackers.tracker_stream import StreamWriter
 from harness.look.trackers.trackers import Publisher
 from harness.node.marks import Mark, Want
 from harness.notices.notice import Noticed
 from harness.rendezvous.membership import Membership
+from harness.rendezvous.reach import Reach
 from harness.rendezvous.rendezvous import Rendezvous
+from harness.uploader.liveness import UploaderWatch
 from harness.worker import boundary
 from harness.worker.snapshot_timer import Interval
 from storage.errors import NotFound
@@ -51,7 +57,7 @@ from support.broken_parts import (
 )
 from support.system import fault_plan, system_workers
 from support.system.fault_plan import Fault, Setting, faults_of
-from support.system.system_node import SimNode, SimPool
+from support.system.system_node import SimHost, SimMark, SimNode, SimPool
 from support.system.system_run import Played, SystemBuild, play
 from support.system.system_workers import Ensemble
 
@@ -103,6 +109,7 @@ STORMY = Setting(
 )
 PAIR = replace(STORMY, max_nodes=2, min_nodes=2, total_steps=20)
 LONELY = replace(STORMY, max_nodes=1)
+LOOSE = replace(PAIR, min_nodes=1)
 CALM = replace(STORMY, calm_s=0.0, total_steps=12)
 ODD = replace(CALM, micro_batches=8, max_nodes=3, min_nodes=3)
 # An old epoch commits late, and further than two snapshots of the epoch after it.
@@ -495,6 +502,45 @@ def deaf_worker(self: SimNode) -> Mark:
     return Mark(Want.NOTHING, "")
 
 
+# ---- who neither dies nor answers ----------------------------------------------------------------
+def patient(self: SimHost, store: Any) -> Any:
+    """The agent's loop waits for each answer."""
+    return store
+
+
+def everybody(self: Reach, members: Sequence[Any], *_: Any, **__: Any) -> list[Any]:
+    """Whoever is ready trains, reached or not."""
+    return list(members)
+
+
+def fragile(self: SimMark, want: Want, *said: Any) -> None:
+    """A mark that cannot be written is an error of the agent."""
+    if self._node.sim.trouble.reigns("scratch-full", self._node):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    sound_mark(self, want, *said)
+
+
+sound_mark = SimMark.write
+
+
+def blames_the_script(node: Any) -> str:
+    """A command that was killed has failed."""
+    end = sound_end_of(node)
+    return "failed" if end == "killed" else end
+
+
+sound_end_of = how_it_ended
+
+
+class OneAnswer(Ensemble):
+    """One unreadable answer for the run's identity is final."""
+
+    def _identify(self) -> Iterator[float]:
+        if self.sim.trouble.reigns("half-reads", self.workers[0].node):
+            raise BadInput("run.json: wanted the identity of a run; use a new run URL")
+        yield from super()._identify()
+
+
 # ---- publishers ----------------------------------------------------------------------------------
 class SkipsOne(Publisher):
     """Loses the first step of a batch."""
@@ -606,7 +652,7 @@ BUGS: dict[str, Bug] = {
         "fenced|members|life|nothing lost",
         B(agent=Unfenced),
         kinds=("cut", "pause-node"),
-        setting=replace(PAIR, min_nodes=1),
+        setting=LOOSE,
     ),
     "tidy agent": Bug("evidence", B(agent=TidyAgent), kinds=LOSSES),
     "trains where it is not named": Bug(
@@ -698,6 +744,55 @@ BUGS: dict[str, Bug] = {
         many=2,
         setting=LONELY,
         lasts_s=55.0,
+    ),
+    # silence
+    "its loop waits for the bucket": Bug(
+        "silence",
+        patches=((SimHost, "prompt", patient), (SimHost, "last_words", lambda *_: None)),
+        setting=LONELY,
+        faults=(Fault(70.0, "stalled", 0, 0, 50.0), Fault(75.0, "notice", 0, 0, 60.0)),
+    ),
+    "trains with whom it cannot reach": Bug(
+        "silence|life",
+        patches=((Reach, "sort_out", everybody),),
+        setting=LOOSE,
+        faults=(Fault(60.0, "walled", 0, 0, 60.0), Fault(61.0, "power-loss")),
+    ),
+    "a signal's grace never ends": Bug(
+        "silence",
+        patches=((AgentState, "grace_over", lambda *_: False), (SimPool, "find_hung", never_hung)),
+        setting=LONELY,
+        faults=(Fault(60.0, "hang-worker", 0, 0, 9000.0), Fault(65.0, "sigterm")),
+    ),
+    "joins without a warm process": Bug(
+        "silence|life",
+        patches=((AgentState, "may_join", lambda *_: True), (SimPool, "_unforked", lambda *_: "")),
+        setting=LOOSE,
+        faults=(Fault(60.0, "imports-hang", 0, 0, 180.0), Fault(61.0, "power-loss")),
+    ),
+    "believes its uploader": Bug(
+        "silence",
+        patches=((UploaderWatch, "hung", lambda *_: ""),),
+        setting=LONELY,
+        faults=(Fault(50.0, "hang-uploader"),),
+    ),
+    "a full disk ends its agent": Bug(
+        "crash",
+        patches=((SimMark, "write", fragile),),
+        setting=LONELY,
+        faults=(Fault(50.0, "scratch-full", 0, 0, 60.0), Fault(60.0, "notice", 0, 0, 55.0)),
+    ),
+    "who was killed has failed": Bug(
+        "life",
+        patches=((recovery, "how_it_ended", blames_the_script),),
+        kinds=("crash-agent",),
+        setting=replace(STORMY, max_nodes=2, interval=Interval(every_steps=20)),
+    ),
+    "half an answer is final": Bug(
+        "life",
+        B(ensemble=OneAnswer),
+        setting=LONELY,
+        faults=(Fault(60.0, "half-reads", 0, 0, 12.0), Fault(60.5, "kill-worker", 0, 0)),
     ),
     # publishers
     "a publisher that skips": Bug("published once", B(publisher=SkipsOne), setting=TRACKED),

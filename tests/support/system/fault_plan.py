@@ -117,7 +117,7 @@ KINDS = {
     "hang-uploader": Kind("this node's uploader hangs, for good"),
     "hang-warm": Kind("the process that forks this node's workers hangs, for good"),
     "imports-hang": Kind("what new nodes import hangs, for good", (2, 40)),
-    "walled": Kind("no node can connect to this one; it connects to them", (60, 400)),
+    "walled": Kind("no other node can connect to nodes that come now, for good", (2, 60)),
     "sigterm": Kind("this node's agent is told to end, by a signal"),
     # deaths
     "crash-controller": Kind("the controller dies at its next operation, before it is done"),
@@ -150,7 +150,7 @@ OTHER_VERSION = Kind("a person starts a node of another version of this code in 
 SPREAD = 12.0  # most faults a minute
 # what should keep nobody from anything: neither the node that it befalls, nor others
 HARMLESS = ("scratch-full", "full-disk", "repeated", "jump", "snapshot-asked", "twice", "unlisted")
-BORNE = (*HARMLESS, "hang-uploader")
+BORNE = (*HARMLESS, "hang-uploader", "imports-hang", "walled")
 # how long it takes others, by design, to find what befell a node
 FOUND_S = {"hang-worker": 130.0, "hang-warm": 65.0, "rot": 60.0}
 

@@ -97,7 +97,8 @@ class Liveness:
             begun_s = max(job.created_s for job in jobs)
             since_s = max(begun_s, self._sim.trouble.last_s, *self._ills(j.node for j in jobs))
             late = [job for job in jobs if job.outcome is None]
-            if late and now - since_s > COMMITTED_S:
+            told = any(job.outcome not in (None, "committed") for job in jobs)
+            if late and not told and now - since_s > COMMITTED_S:
                 self._silence(
                     f"snapshot {late[0].ref}, begun at {begun_s:.1f} s, is not committed, nothing "
                     f"was said, and nothing is wrong since {since_s:.1f} s"

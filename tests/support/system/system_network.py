@@ -110,7 +110,7 @@ class SimulatedNet:
 
     def dials(self, a: SimNode, b: SimNode) -> bool:
         """Can `a` make a connection to `b`?"""
-        return self.connected(a, b) and (a is b or not self.trouble.reigns("walled", b))
+        return self.connected(a, b) and (a is b or not b.walled)
 
 
 @dataclass

@@ -417,6 +417,7 @@ class SimNode:
     near: dict[str, bytes] = field(default_factory=dict)  # chunks that lie staged here
     next_port: int = 20_000
     tell: Callable[[Any], None] | None = None  # of its agent, while that listens
+    walled: bool = False  # no other node can connect to it
     up_s: float = 0.0  # since when its agent runs
     _turns: int = 0
 
@@ -455,7 +456,7 @@ class SimNode:
 
     def _turn_later(self, seconds: float) -> None:
         self._turns += 1
-        self.sim.kernel.after(seconds, lambda n=self._turns: self._turn(n), self.actor)
+        self.sim.kernel.after(seconds, lambda n=self._turns: self._turn(n), self.actor)  # type: ignore[misc]
 
     def _turn_now(self) -> None:
         """As soon as what it is in the middle of is done."""

@@ -264,6 +264,7 @@ class WholeSystem:
             skew_s=setting.skews_s[number % len(setting.skews_s)],
             version=setting.versions[number % len(setting.versions)],
         )  # fmt: skip
+        node.walled = self.trouble.reigns("walled")
         self.machines[attempt] = node
         self.say(number, f"is up (attempt {attempt} on {offer.name})")
         self.kernel.after(1.0, node.boot, node.actor)
@@ -291,7 +292,7 @@ class WholeSystem:
         trouble = self.trouble
         if (
             kind.endswith("-to-all")
-            or kind in ("denied", "unseen", "cloud-silent", "full-cloud", "imports-hang")
+            or kind in ("denied", "unseen", "cloud-silent", "full-cloud", "imports-hang", "walled")
             or (kind.startswith("controller-"))
         ):
             trouble.begin(fault, None)

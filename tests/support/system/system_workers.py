@@ -135,6 +135,7 @@ class Ensemble:
     head: str = ""
     states: dict[int, boundary.SessionState] = field(default_factory=dict)
     parent: Ref | None = None
+    genesis: str = ""  # since its ranks have connected
     resumed: str = ""
     saved_step: int = -1
     unsaved: list[rec.StepRecord] = field(default_factory=list)
@@ -209,7 +210,7 @@ class Ensemble:
             raise _Lost({})
         nodes = {w.node.number: w.node for w in ranks}.values()
         net = self.sim.net
-        linked = net.connected if self.step or self.resumed else net.dials  # both ways, of all pairs
+        linked = net.connected if self.genesis else net.dials  # of all pairs, both ways
         stalled = any(w.stuck or not w.node.alive or w.node.frozen() for w in ranks) or any(
             not linked(a, b) for a in nodes for b in nodes if a is not b
         )

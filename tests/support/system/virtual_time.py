@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from greenlet import GreenletExit, getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent, greenlet  # type: ignore[import-untyped]
 
 from harness.core import decoding
 from harness.lab.simulation.invariants import Violation
@@ -29,7 +29,7 @@ GLANCE_S = 0.05  # between two looks of who waits for another actor
 MOST_AT_ONCE = 20_000  # events and waits at one moment; more are an endless loop
 
 
-class _Turn(greenlet):
+class _Turn(greenlet):  # type: ignore[misc]
     """Something that happens. `actor`: whose it is."""
 
     actor = ""
