@@ -13,6 +13,7 @@ from harness.bucket.setup_objects import people_of
 from harness.cli.common import (
     DONE,
     FAILED,
+    book_of,
     cache_dir,
     existing_store,
     html_path,
@@ -184,8 +185,12 @@ class LogsFlags:
 
 def logs(flags: LogsFlags) -> int:
     """Print the logs of the run's nodes."""
-    existing_store(flags.url)
-    console, url = Console(), normalize(flags.url)
+    store, console, url = existing_store(flags.url), Console(), normalize(flags.url)
+    if not is_local(url) and not book_of(store).offers:  # SkyPilot may take minutes to say so
+        raise BadInput(
+            f"{flags.url}: wanted nodes of `harness launch`, found none; the log of `harness run` "
+            "is what it prints, and of a managed job `sky jobs logs` shows it"
+        )
     found = _local_logs(url, flags.lines) if is_local(url) else _sky_logs(url, flags.lines)
     wanted = {n: text for n, text in found.items() if flags.attempt in (None, n)}
     if not wanted:
