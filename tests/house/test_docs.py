@@ -89,6 +89,12 @@ def test_what_a_page_names_exists(path):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=named)
+def test_tests_that_a_page_names_exist(path):
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", path.read_text()):
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.M), f"{file}::{name}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=named)
 def test_commands_that_a_page_names_exist(path):
     """`harness WORD` in code font, or at the beginning of a line of a block of code."""
     text = path.read_text()
