@@ -28,9 +28,11 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from storage.canonical_json import BadObject, canonical, parsed
 from storage.errors import NotFound, StoreUnavailable
@@ -67,6 +69,8 @@ from storage.stores.objects import ObjectStore, get_each, read_into, size_each
 # Part lists of many ranks, merged group by group, so that the commit of a big world is a small
 # merge.
 
+T = TypeVar("T")
+READ_AGAIN_S = (0.1, 0.5, 2.0)  # pauses before a damaged list or manifest of a commit is read again
 GROUP_RANKS = 100  # part lists in one object; worlds of at most this size need no groups
 
 
@@ -83,6 +87,25 @@ def read_all(store: ObjectStore, keys: Sequence[str]) -> list[bytes]:
             if data is None:
                 raise NotFound(f"{store.url}/{key}")
             found.append(data)
+    return found
+
+
+def surely(read: Callable[[], T]) -> T:
+    """Return what `read` returns. A store may give half of an object for a moment, which is no
+    reason for a commit to give the snapshot up: damage is read again before it counts."""
+    for pause_s in READ_AGAIN_S:
+        try:
+            return read()
+        except SnapshotCorrupt:
+            time.sleep(pause_s)
+    return read()
+
+
+def whole_lists(store: ObjectStore, keys: Sequence[str]) -> list[bytes]:
+    """Read several part lists, as bytes. Raises NotFound, SnapshotCorrupt."""
+    found = read_all(store, keys)
+    for data in found:
+        PartList.from_json(data)
     return found
 
 
@@ -104,13 +127,15 @@ def gather(
         if key not in there and rank in (None, ranks[0]):
             mine = [list_keys[r] for r in ranks]
             if set(store.list(_beginning(mine[0], mine[-1]))).issuperset(mine):
-                store.create(key, b"\n".join(read_all(store, mine)))
+                store.create(key, b"\n".join(surely(partial(whole_lists, store, mine))))
                 there.add(key)
     if rank or not there.issuperset(keys):
         return None
-    return [
-        PartList.from_json(line) for data in read_all(store, keys) for line in data.split(b"\n")
-    ]
+    return surely(
+        lambda: [
+            PartList.from_json(line) for data in read_all(store, keys) for line in data.split(b"\n")
+        ]
+    )
 
 
 def _beginning(first: str, last: str) -> str:
@@ -229,7 +254,7 @@ class Snapshots:
         if self.store.create(list_key(ref, rank), mine.to_json().encode()):
             return mine
         try:
-            return PartList.from_json(self.store.get(list_key(ref, rank)))
+            return surely(lambda: PartList.from_json(self.store.get(list_key(ref, rank))))
         except NotFound:
             # pruned meanwhile, so something newer is committed; `commit` will return None
             return mine
@@ -261,7 +286,7 @@ class Snapshots:
             if not self.stay(manifest.bases) or not self.store.create(
                 manifest_key(ref), manifest.to_json().encode()
             ):
-                manifest = self.load(ref)
+                manifest = surely(lambda: self.load(ref))
         except NotFound:  # not committed, or pruned while we read
             return None
         return self._stays(manifest, keys)
@@ -279,12 +304,12 @@ class Snapshots:
                 f"{', '.join(sorted(extra))}; an epoch has one world: start a new epoch for "
                 "another one"
             )
-        return [PartList.from_json(text) for text in read_all(self.store, keys)]
+        return surely(lambda: [PartList.from_json(text) for text in read_all(self.store, keys)])
 
     def _found(self, ref: Ref, keys: list[str], rank: int | None) -> Manifest | None:
         """Return the manifest that another caller committed, or raise NotFound. `rank`: given in a
         big world, where the manifest's writer checks that everything it names exists."""
-        manifest = self.load(ref)
+        manifest = surely(lambda: self.load(ref))
         return manifest if rank is None or self.store.list(keys[rank]) else None
 
     def _stays(self, manifest: Manifest, keys: list[str]) -> Manifest | None:

@@ -22,6 +22,7 @@ from storage import (
     StoreError,
     StoreUnavailable,
 )
+from storage.snapshots import snapshots
 from storage.snapshots.reader_leases import Watch, reading
 from storage.snapshots.snapshot_keys import DOOM, doom_key
 from storage.testing.faulty_store import Crash, FaultyStore, corrupt
@@ -259,6 +260,32 @@ def test_a_damaged_part_list_is_never_committed() -> None:
     with pytest.raises(SnapshotCorrupt):
         snaps.commit(Ref(1, 1), 1)
     assert snaps.refs() == []
+
+
+@pytest.mark.parametrize("group_ranks", [100, 1])
+def test_a_part_list_that_is_read_by_half_for_a_moment_is_committed(
+    group_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "READ_AGAIN_S", (0.0,))
+    monkeypatch.setattr(Snapshots, "group_ranks", group_ranks)
+
+    class Half(MemoryStore):
+        """Gives half of each object at its first read."""
+
+        def __init__(self) -> None:
+            super().__init__(f"memory://half-{group_ranks}", {})
+            self.read: set[str] = set()
+
+        def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
+            data = super().get(key, start, end)
+            first = key not in self.read
+            self.read.add(key)
+            return data[: len(data) // 2] if first else data
+
+    snaps, ref = Snapshots(Half()), Ref(1, 10)
+    for rank in range(2):
+        write(snaps, ref, rank, world=2)
+    assert commit(snaps, ref, world=2).world == 2
 
 
 def test_a_part_that_is_gone_before_the_commit_is_never_committed() -> None:
