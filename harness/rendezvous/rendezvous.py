@@ -38,7 +38,7 @@ from harness.core.world import BadInput, WrongProtocol, meeting_place, whole_rep
 from harness.rendezvous.membership import LIST_S, HeartbeatTimeouts, Membership, PeerHeartbeats
 from harness.rendezvous.reach import Reach, told
 from storage.canonical_json import BadObject
-from storage.errors import NotFound, StoreError
+from storage.errors import NotFound, StoreError, StoreUnavailable
 from storage.stores.objects import ObjectStore
 
 # between two heartbeats in the bucket, and two lists for newcomers, while lines carry both
@@ -117,7 +117,8 @@ class Rendezvous:
         """Write our member object, and send heartbeats from a thread of our own from now on.
         Without it: call `say` once and `beat_if_due` often."""
         self.others.many = ThreadPoolExecutor(READS, "members").map
-        self.say()
+        with contextlib.suppress(StoreUnavailable):  # the next heartbeat writes it
+            self.say()
         threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True).start()
 
     def say(self, **changes: Any) -> None:
