@@ -119,6 +119,7 @@ class EpochHistory:
     tail: tuple[str, ...] = ()  # last lines of the log of the worker that failed
     fruitless: Fruitless = field(default_factory=Fruitless)
     sessionless_told: bool = False  # it was said that the script has no session
+    how_far_s: float | None = None  # when to say how far this node, which must leave, has come
     isolated_told: int = -1  # the last generation at which it was said that nobody reaches us
     # changes of our member once our uploads are done, and when they are published anyway
     ready: dict[str, Any] = field(default_factory=dict)
@@ -156,6 +157,7 @@ def why_overdue(stay: EpochTimes, bound_s: float, now: float) -> str:
 FENCE_S = 2.0  # between two looks for a newer generation while all lines to peers are up
 PAUSE_S = 0.02  # between two turns
 ANSWER_AGAIN_S = 1.0  # between two tries to commit the run's end while the bucket does not answer
+HOW_FAR_S = 4.0  # after a notice: a node that is still here says why
 LAST_WORDS_S = 10.0  # for all that an agent writes into the bucket once its loop is over
 KILLED = -signal.SIGKILL  # exit code that counts for workers that we end
 
@@ -278,6 +280,8 @@ class Agent:
             self._workers.forgive(slept_s)  # this node was suspended: they did not hang
             self._feed(node_state.Slept(slept_s))
         in_epoch = self._node.life is NodePhase.IN
+        if in_epoch:
+            self._say_how_far(now)
         code = self._watch_workers(now) if in_epoch else self._watch_itself(now)
         if self._lines.changed.is_set():
             self._due.at_once("tick")
@@ -346,6 +350,8 @@ class Agent:
                 self._workers.mark.write(want, why, deadline_s)
             case node_state.DrainUploads(deadline_s):
                 self._uploads.drain(deadline_s)
+                away_s = None if deadline_s is None else self._host.monotonic() + HOW_FAR_S
+                self._past.how_far_s = away_s
             case node_state.NotifyWorkers():
                 if self._node.life is NodePhase.IN:
                     said = self._node.reigning()[1][0], self.config.leaving.notify_signal
@@ -360,16 +366,29 @@ class Agent:
     def _say_last_words(self, who: str, deadline_s: float) -> None:
         """Record which work is safe at a deadline. Workers go on after a cloud's, which may be
         late."""
-        signs = self._workers.signs()
-        at, committed = max((s.step for s in signs), default=-1), -1
-        with contextlib.suppress(StoreUnavailable):
-            committed = self._run.committed()
-        verdict = node_state.last_words(at, committed, self._saving())
+        at, committed = self._how_far()
+        late = "and may come too late "
+        verdict = node_state.last_words(at, committed, self._saving(), late)
         epoch = self._stay.epoch.epoch
         self.journal.record(GraceSpent(self.name, epoch, deadline_s, at, committed, verdict))
         self._host.say(f"the deadline of {who} is here: {verdict}")
         with contextlib.suppress(StoreUnavailable):
             self.journal.flush()
+
+    def _how_far(self) -> tuple[int, int]:
+        """Return the step at which the workers are, and the committed one; -1: unknown."""
+        at, committed = max((s.step for s in self._workers.signs()), default=-1), -1
+        with contextlib.suppress(StoreUnavailable):
+            committed = self._run.committed()
+        return at, committed
+
+    def _say_how_far(self, now: float) -> None:
+        """Say once, some seconds after a notice, what this node is still here for."""
+        if self._past.how_far_s is None or now < self._past.how_far_s:
+            return
+        self._past.how_far_s = None
+        verdict = node_state.last_words(*self._how_far(), self._saving())
+        self._host.say(f"{HOW_FAR_S:.0f} s after {self._node.leaving}: {verdict}")
 
     def _heed_leader(self, now: float) -> None:
         """Drain this node if the run has had no controller for too long, or its limits are reached

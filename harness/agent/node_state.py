@@ -468,11 +468,12 @@ def _heed_known_ends(node: AgentState, now: Now) -> AgentTurn:
     return node, tuple(acts)
 
 
-def last_words(at_step: int, committed: int, saving: bool) -> str:
-    """Return in words which work is safe near a deadline. `committed` -1: it is unknown."""
+def last_words(at_step: int, committed: int, saving: bool, late: str = "") -> str:
+    """Return in words which work is safe. `committed` -1: it is unknown. `late`: what is feared for
+    a snapshot near a deadline."""
     verdict = "the workers have not reached a step boundary"
     if saving:
-        verdict = f"a snapshot is on its way and may come too late (workers at step {at_step})"
+        verdict = f"a snapshot is on its way {late}(workers at step {at_step})"
     safe = f"step {committed} is committed" if committed >= 0 else "the bucket is silent"
     return f"{verdict}; {safe}"
 
