@@ -44,7 +44,8 @@ def call_of(environ: dict[str, Any]) -> Call:
     prefix = urllib.parse.parse_qs(query).get("prefix")
     key = prefix[0] if prefix else urllib.parse.unquote(path).split("/", 2)[-1]
     words = key.removeprefix(RUN).strip("/").split("/")
-    known = [re.sub(r"-[0-9a-f]+(\.\w+)?$", "", w) for w in words[:2] if not re.search(r"\d{6}|m\d{4}-", w)]
+    kinds = [re.sub(r"-[0-9a-f]+(\.\w+)?$", "", word) for word in words[:2]]
+    known = [kind for kind in kinds if not re.search(r"\d{6}|m\d{4}", kind)]
     if words[-1].startswith("list-"):
         known.append("list")
     return Call("LIST" if prefix else environ["REQUEST_METHOD"], "/".join(filter(None, known)))
@@ -99,6 +100,7 @@ class Misbehaviour:
                     break
                 line.sendall(raw[i : i + DRIP_B])
                 time.sleep(DRIP_S)
+        line.shutdown(socket.SHUT_RDWR)
         raise ConnectionAbortedError
 
 
