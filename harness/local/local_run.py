@@ -75,7 +75,7 @@ class Bridge:
         """Return the command prefix that puts a process into a new namespace, and its address
         there."""
         self.nodes += 1
-        space, address = f"{self.name}n{self.nodes}", f"10.213.0.{self.nodes}"
+        space, address = self.space(self.nodes), self.address(self.nodes)
         ip("netns", "add", space)
         ip(
             "link",
@@ -98,12 +98,18 @@ class Bridge:
             ip("-n", space, *words)
         return ["ip", "netns", "exec", space], address
 
+    def space(self, node: int) -> str:
+        return f"{self.name}n{node}"
+
+    def address(self, node: int) -> str:
+        return f"10.213.0.{node}"
+
     def link(self, node: int) -> str:
         return f"{self.name}v{node}"
 
     def __exit__(self, *_: object) -> None:
         for n in range(1, self.nodes + 1):
-            subprocess.run(["ip", "netns", "del", f"{self.name}n{n}"], capture_output=True)
+            subprocess.run(["ip", "netns", "del", self.space(n)], capture_output=True)
             subprocess.run(["ip", "link", "del", self.link(n)], capture_output=True)
         subprocess.run(["ip", "link", "del", f"{self.name}b"], capture_output=True)
 

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 # The faults, one function each.
 
 CUT_S = 7.0  # longer than hang_after_s, so that it is noticed
+HANG_S = 8.0  # longer than the store's bound on one call, and than dead_s
 OUTAGE_S = 3.0
 # longer than dead_s: the tiny run must not end before the loss is noticed
 STAND_S = {"agent-stop": 3.0, "node-stop": 3.0}
@@ -143,6 +144,55 @@ def outage_everywhere(s: LocalRun) -> None:
     outage(s, s.nodes)
 
 
+def _of_store(s: LocalRun, name: str, text: str, seconds: float) -> None:
+    for node in s.nodes:
+        node.order(name, text)
+        s.after(seconds, lambda node=node: node.forget(name))  # type: ignore[misc]
+
+
+def hang(s: LocalRun) -> None:
+    """Leave every call to the store without an answer for a while."""
+    _of_store(s, "hang", "", HANG_S)
+
+
+def drip(s: LocalRun) -> None:
+    _of_store(s, "drip", "", HANG_S)
+
+
+def half_an_object(s: LocalRun) -> None:
+    """Let every read of an object find its first half for a while."""
+    _of_store(s, "damage.json", json.dumps({"how": "half", "prefix": "", "reads": -1}), OUTAGE_S)
+
+
+def delivered_twice(s: LocalRun) -> None:
+    """Let every write arrive twice to the end."""
+    for node in s.nodes:
+        node.order("twice", "")
+
+
+def unreachable(s: LocalRun) -> None:
+    """Let one node and the others have no way to each other to the end; the node is told so."""
+    for address in _others(s):
+        ip("-n", _space(s), "route", "add", "unreachable", address)
+
+
+def one_way(s: LocalRun) -> None:
+    """Lose silently what one node sends to the others to the end; what they send arrives."""
+    for address in _others(s):
+        nobody = ("lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
+        ip("-n", _space(s), "neigh", "replace", address, *nobody)
+
+
+def _space(s: LocalRun) -> str:
+    assert s.net is not None
+    return s.net.space(s.node.number)
+
+
+def _others(s: LocalRun) -> list[str]:
+    assert s.net is not None
+    return [s.net.address(n.number) for n in s.nodes if n is not s.node]
+
+
 def slow_store(s: LocalRun) -> None:
     for node in s.nodes:
         node.order("delay", "0.1")
@@ -196,6 +246,7 @@ def node_kill_and_worker_stop(s: LocalRun) -> None:
     node_kill(s)
 
 
+NEED_LINKS = ("cut", "unreachable", "one-way")
 SorePoint = Callable[[LocalRun], None]
 FAULTS: dict[str, SorePoint] = {
     f.__name__.replace("_", "-"): f
@@ -213,6 +264,12 @@ FAULTS: dict[str, SorePoint] = {
         outage,
         outage_everywhere,
         slow_store,
+        hang,
+        drip,
+        half_an_object,
+        delivered_twice,
+        unreachable,
+        one_way,
         clock_forward,
         clock_back,
         notice,
@@ -411,7 +468,7 @@ def prepare(folder: Path, isolated: bool, keep: bool = False) -> Ground:
 def drill(ground: Ground, fault: str, phase: str, seed: int) -> Result:
     """Play one cell, and return its result. Never raises: an error is the result."""
     t0 = time.monotonic()
-    if fault == "cut" and not ground.isolated:
+    if fault in NEED_LINKS and not ground.isolated:
         return Result(fault, phase, "skipped", "needs root and network namespaces")
     folder = ground.folder / f"{fault}-{phase}-{seed}"
     folder.mkdir()

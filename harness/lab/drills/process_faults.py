@@ -8,12 +8,15 @@ outside:
     hold.json {"phase": ..., "after_step": n}   stand still at that phase until the file is gone;
                                                 the first process to do so writes `reached`
     outage                                      the store does not answer
+    hang                                        calls to the store have no answer
+    drip                                        its answers come at 20 B/s
+    twice                                       each object is written again, 1 s after its answer
     delay                                       seconds added to each call to the store
     clock                                       seconds by which the wall clock is off
     damage.json {"how": ..., "prefix": ..., "reads": n}   reads of keys with that prefix are
                                                 damaged, n times in each process
-                                                (-1: always): "flip" a bit, "gone" (404), "hidden"
-                                                (404, and not listed either)
+                                                (-1: always): "flip" a bit, "half" of it, "gone"
+                                                (404), "hidden" (404, and not listed either)
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +32,9 @@ from typing import Any, TypeVar
 
 from harness.bucket.layout import EPOCHS
 from harness.node import heartbeat
-from storage.errors import NotFound, StoreUnavailable
+from storage.errors import NotFound, StoreError, StoreUnavailable
 from storage.stores import store_urls
+from storage.stores.bounded_store import CallWaits
 from storage.stores.objects import ObjectStore
 from storage.stores.retries import Retrying
 
@@ -37,6 +42,9 @@ T = TypeVar("T")
 
 HOLD_LIMIT_S = 30.0  # so that a drill that was killed holds no process forever
 RETRY_WITHIN_S = 1.0  # short, so that an outage has effects and is not bridged by retries
+DRIP_NBYTES_PER_S = 20
+HEAD_NBYTES = 200  # of an answer over HTTP, before the object
+TWICE_S = 1.0
 # phases by the key that is written
 KEYS = {
     "upload": "snapshots/parts/",
@@ -85,28 +93,55 @@ class Folder:
         self.damaged += 1
         return str(order["how"])
 
-    def silent(self) -> bool:
-        return (self.path / "outage").exists()
+    def orders(self, name: str) -> bool:
+        return (self.path / name).exists()
+
+    def stand(self, name: str, most_s: float = HOLD_LIMIT_S) -> None:
+        """Wait while that is ordered."""
+        until_s = time.monotonic() + min(most_s, HOLD_LIMIT_S)
+        while self.orders(name) and time.monotonic() < until_s:
+            time.sleep(0.02)
 
 
 class SabotagedStore:
-    """An ObjectStore that does not answer, or answers slowly, while the folder orders it."""
+    """An ObjectStore that does not answer, or answers slowly, while the folder orders it. Its calls
+    have the bounds of a bucket's, which the store of a drill, a folder, does not need."""
 
     def __init__(self, inner: ObjectStore, folder: Folder):
         self.inner, self.url, self._folder = inner, inner.url, folder
+        self._bounds = CallWaits(inner.url)
 
     def _call(self, what: str, key: str, do: Callable[[], T]) -> T:
         if delay_s := self._folder.number("delay"):
             time.sleep(delay_s)
-        if self._folder.silent():
+        if self._folder.orders("outage"):
             raise StoreUnavailable(f"{what} {self.url}/{key}: no answer (drill)")
+        if self._folder.orders("hang") or self._folder.orders("drip"):
+            return self._bounds.call(key, 0, lambda: self._late(what, key, do))
         return do()
+
+    def _late(self, what: str, key: str, do: Callable[[], T]) -> T:
+        if self._folder.orders("hang"):
+            self._folder.stand("hang")
+            raise StoreUnavailable(f"{what} {self.url}/{key}: the line broke (drill)")
+        found = do()
+        nbytes = HEAD_NBYTES + (len(found) if isinstance(found, bytes) else 0)
+        self._folder.stand("drip", nbytes / DRIP_NBYTES_PER_S)
+        return found
 
     def _write(self, what: str, key: str, do: Callable[[], T]) -> T:
         for phase, prefix in KEYS.items():
             if key.startswith(prefix):
                 self._folder.hold(phase)
+        if self._folder.orders("twice") and what != "delete":
+            again = threading.Timer(TWICE_S, self._again, (do,))
+            again.daemon = True
+            again.start()
         return self._call(what, key, do)
+
+    def _again(self, do: Callable[[], object]) -> None:
+        with contextlib.suppress(StoreError):
+            do()
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         def read() -> bytes:
@@ -114,6 +149,8 @@ class SabotagedStore:
             found = self.inner.get(key, start, end)
             if how in ("gone", "hidden"):
                 raise NotFound(f"{self.url}/{key} (drill)")
+            if how == "half":
+                return found[: len(found) // 2]
             return bytes([found[0] ^ 1]) + found[1:] if how and found else found
 
         return self._call("get", key, read)
