@@ -43,11 +43,18 @@ def test_a_short_soak(tmp_path):
     assert any("verified with the run's key, and the weights are those of a calm run" in text for text in said), said
 
 
+GRAY = ("half an object", "store hangs", "store drips", "writes delivered twice", "nodes' disk full")
+
+
+def test_a_short_soak_in_which_nobody_dies(tmp_path):
+    soak.soak(tmp_path / "soak", 6, 1, seed=4, tell=print, only=GRAY)
+
+
 def test_a_controller_that_ends_by_itself_is_a_failure(tmp_path):
     s = soak.SoakedRun(tmp_path / "soak", random.Random(0))
     try:
         s.controller.send_signal(signal.SIGTERM)  # as no fault does
         with pytest.raises(AssertionError, match="the controller ended by itself"):
-            soak._faults(s, 1, soak.Counter(), Lives(), lambda text: None)
+            soak._faults(s, 1, soak.SOAK_FAULTS, soak.Counter(), Lives(), lambda text: None)
     finally:
         s.close()

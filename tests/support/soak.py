@@ -13,6 +13,7 @@ import contextlib
 import functools
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -44,6 +45,7 @@ GET_ON_S = 240.0  # for a run to commit something new after a fault
 END_S = 120.0  # for a run to stop, and for its last processes to be gone
 TELL_LIFE_S = 60.0  # shorter lives tell nothing about growth
 SAMPLE_S = 1.0
+DISK_NBYTES = 64 << 20
 MARK = "SOAKED_RUN"  # in the environment of every process of a run; not HARNESS_*, which nodes lose
 
 TASK = """\
@@ -168,6 +170,7 @@ class SoakedRun:
         self.task.write_text(
             TASK.format(folder=folder, python=sys.executable, agent=" ".join(AGENT))
         )
+        self.disk = self._small_disk()
         self.launches, self.spared = 0, 0  # spared: an agent that nobody kills, to grow old
         self.key = f"hsk_{rng.randbytes(32).hex()}"
         self.controller = self.launch()
@@ -189,10 +192,18 @@ class SoakedRun:
             )
         return self.controller
 
+    def _small_disk(self) -> Path | None:
+        """Give the nodes a disk of their own, which can be filled up; only root can."""
+        folder = self.run / "local-cloud" / "nodes"
+        folder.mkdir(parents=True)
+        words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_NBYTES}", "none", str(folder)]
+        return None if subprocess.run(words, capture_output=True).returncode else folder
+
     def began_in_silence(self, ended: int) -> bool:
         """Did the controller end because the store was silent when it began?"""
         said = (self.folder / f"launch{self.launches}.log").read_text(errors="replace").rstrip()
-        return ended == FAILED and said.count("\n") == 0 and said.endswith("no answer (drill)")
+        silent = said.endswith("(drill)") or re.search(r"no answer within [\d.]+ s$", said)
+        return ended == FAILED and said.count("\n") == 0 and bool(silent)
 
     def seats(self) -> dict[str, list[psutil.Process]]:
         """Every living process of the run, by seat; agents oldest first."""
@@ -219,6 +230,8 @@ class SoakedRun:
             send_signal(left, signal.SIGKILL)
             time.sleep(0.1)
         self.controller.wait(20)
+        if self.disk is not None:
+            subprocess.run(["umount", str(self.disk)], check=True)
 
 
 def _seat(p: psutil.Process) -> str:
@@ -271,10 +284,27 @@ def _order(s: SoakedRun, name: str, text: str, most_s: float) -> bool:
     return True
 
 
+def _full(s: SoakedRun) -> bool:
+    """The nodes' disk is full for a while: their scratch folders, and their logs."""
+    if s.disk is None:
+        return False
+    filler = s.disk / "filler"
+    try:
+        with open(filler, "wb", buffering=0) as f, contextlib.suppress(OSError):
+            while f.write(bytes(4096)):
+                pass
+        time.sleep(s.rng.uniform(0.3, 4.0))
+    finally:
+        filler.unlink()
+    return True
+
+
 FLIP = '{"how": "flip", "prefix": "snapshots/parts/", "reads": -1}'
 GONE = '{"how": "gone", "prefix": "snapshots/", "reads": -1}'
+HALF = '{"how": "half", "prefix": "", "reads": -1}'
 # fault -> how often, and what is done
-SOAK_FAULTS: dict[str, tuple[int, Callable[[SoakedRun], bool]]] = {
+Kinds = dict[str, tuple[int, Callable[[SoakedRun], bool]]]
+SOAK_FAULTS: Kinds = {
     "worker killed": (30, lambda s: _hit(s, "worker", pause=False)),
     "worker paused": (8, lambda s: _hit(s, "worker", pause=True)),
     "uploader killed": (6, lambda s: _hit(s, "uploader", pause=False)),
@@ -290,19 +320,32 @@ SOAK_FAULTS: dict[str, tuple[int, Callable[[SoakedRun], bool]]] = {
     "store slow": (3, lambda s: _order(s, "delay", "0.1", 3.0)),
     "reads damaged": (3, lambda s: _order(s, "damage.json", FLIP, 1.5)),
     "objects not found": (3, lambda s: _order(s, "damage.json", GONE, 1.0)),
+    "half an object": (4, lambda s: _order(s, "damage.json", HALF, 1.5)),
+    "store hangs": (4, lambda s: _order(s, "hang", "", 8.0)),
+    "store drips": (4, lambda s: _order(s, "drip", "", 8.0)),
+    "writes delivered twice": (4, lambda s: _order(s, "twice", "", 4.0)),
+    "nodes' disk full": (4, _full),
 }
 
 
 # ---- the soak ------------------------------------------------------------------------------------
-def soak(folder: Path, faults: int, runs: int, seed: int, tell: Callable[[str], None]) -> Table:
-    """`faults` over `runs` runs, one after the other. Returns what every seat held. Raises
-    AssertionError for the first thing that did not hold."""
+def soak(
+    folder: Path,
+    faults: int,
+    runs: int,
+    seed: int,
+    tell: Callable[[str], None],
+    only: Sequence[str] = (),
+) -> Table:
+    """`faults` over `runs` runs, one after the other, of the kinds `only` if it names any. Returns
+    what every seat held. Raises AssertionError for the first thing that did not hold."""
+    kinds = {name: SOAK_FAULTS[name] for name in only} or SOAK_FAULTS
     lives, done, t0 = Lives(), Counter[str](), time.monotonic()
     for i in range(runs):
         s = SoakedRun(folder / f"soak{i}", random.Random(f"{seed} {i}"))
         share = faults // runs + (i < faults % runs)
         try:
-            _faults(s, share, done, lives, functools.partial(_told, tell, f"run {i + 1}/{runs}"))
+            _faults(s, share, kinds, done, lives, functools.partial(_told, tell, f"run {i + 1}/{runs}"))
             _ends(s)
         finally:
             s.close()
@@ -322,9 +365,14 @@ def _told(tell: Callable[[str], None], which: str, text: str) -> None:
 
 
 def _faults(
-    s: SoakedRun, share: int, done: Counter[str], lives: Lives, tell: Callable[[str], None]
+    s: SoakedRun,
+    share: int,
+    kinds: Kinds,
+    done: Counter[str],
+    lives: Lives,
+    tell: Callable[[str], None],
 ) -> None:
-    names, weights = [*SOAK_FAULTS], [often for often, _ in SOAK_FAULTS.values()]
+    names, weights = [*kinds], [often for often, _ in kinds.values()]
     stood, stood_s, n, t0 = -1, time.monotonic(), 0, time.monotonic()
     while n < share:
         if (ended := s.controller.poll()) is not None:
@@ -355,7 +403,7 @@ def _faults(
             continue
         time.sleep(s.rng.uniform(0.0, 0.5))
         kind = s.rng.choices(names, weights)[0]
-        if not SOAK_FAULTS[kind][1](s):
+        if not kinds[kind][1](s):
             continue
         n, stood, stood_s = n + 1, step, time.monotonic()
         done[kind] += 1
