@@ -82,25 +82,24 @@ lab-short: install  ## its first minutes as a test: two nodes, power cuts, the m
 # make test ROOM=data runs the tests of one room, ROOM=spine those of all rooms that need no other
 SPINE := storage core bucket ledger node notices rendezvous uploader agent worker controller clouds
 TESTS = $(if $(ROOM),$(patsubst %,tests/%,$(subst spine,$(SPINE),$(ROOM))),tests)
-PYTEST = -m pytest -n $(WORKERS) --dist loadscope $(if $(CI),-p no:cacheprovider)
 # What fails while others run beside it is run once more, alone, and fails if it fails again. Both
 # outputs are printed: the first one may show a fault that needs a busy machine.
 define run_tests
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -m $(1) $(TESTS) || { [ $$? = 1 ] && \
+	@$(2) $(1)/bin/python -m pytest -n $(WORKERS) --dist loadscope $(3) || { [ $$? = 1 ] && \
 	echo "===== once more, alone: what failed beside others (its first output is above)" && \
-	$(BIN)/python -m pytest -x --last-failed --last-failed-no-failures none -m $(1) $(TESTS); }
+	$(2) $(1)/bin/python -m pytest -x --last-failed --last-failed-no-failures none $(3); }
 endef
 test: install
-	$(call run_tests,"not proof and not mesh")
+	$(call run_tests,$(VENV),,-m "not proof and not mesh" $(TESTS))
 
 proofs: install  ## slow proofs: long runs, kills of every process, budgets, the simulated system, plain loops (minutes)
-	$(call run_tests,proof)
+	$(call run_tests,$(VENV),,-m proof $(TESTS))
 
 ADAPTERS := .venv-adapters
 TRAINERS ?= tests/adapters
 ADAPTERS_STAMP := $(ADAPTERS)/.installed-$(shell cat requirements-adapters.txt pyproject.toml | cksum | cut -d' ' -f1)
 adapters: $(ADAPTERS_STAMP)  ## Hugging Face, Accelerate, Lightning and torchtitan scripts, unchanged, on machines that are taken away (minutes)
-	HARNESS_TRAINERS=1 $(ADAPTERS)/bin/python $(PYTEST) $(TRAINERS)
+	$(call run_tests,$(ADAPTERS),HARNESS_TRAINERS=1,$(TRAINERS))
 	$(if $(filter tests/adapters,$(TRAINERS)),PYTHONPATH=$(CURDIR)/tests $(ADAPTERS)/bin/python -m support.reach adapters --record)
 $(ADAPTERS_STAMP): requirements-adapters.txt pyproject.toml
 	$(PYTHON) -m venv $(ADAPTERS)
@@ -149,7 +148,7 @@ drill: install  ## every fault in every phase (ONLY=worker-kill:step for one cel
 	$(BIN)/harness prove drill --seed $(or $(SEED),0) --jobs $(or $(JOBS),2) $(if $(ONLY),--only $(ONLY))
 
 meshes: install  ## models on meshes of up to eight ranks: equal to one rank's, resharded, with nodes that come and go (many minutes)
-	$(BIN)/python $(PYTEST) -m "mesh$(if $(CI), and not proof)" tests/meshes  # CI has run the proofs
+	$(call run_tests,$(VENV),,-m "mesh$(if $(CI), and not proof)" tests/meshes)  # CI has run the proofs
 	$(SUPPORT).reach meshes --record
 
 manynodes: install  ## 1 to 256 simulated members and snapshots of up to 1,024 ranks: seconds, requests, connections, beside their targets
