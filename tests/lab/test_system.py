@@ -176,6 +176,16 @@ def test_nodes_of_another_version_are_refused_and_harm_nobody(protocol: int) -> 
         assert played.outcome == "done"
 
 
+def test_nobody_waits_for_a_node_whose_imports_hang() -> None:
+    """Found by seed 710058: a first generation waited for everybody who still imported, for 300 s.
+    And by seed 500003: the agent of a worker that was never forked ended with a TypeError."""
+    setting = Setting(calm_s=100.0, max_nodes=4, total_steps=10)
+    for seed in (710058, 1, 2):
+        assert play(seed, setting=setting, faults=[Fault(13.1, "imports-hang", 0, 0, 6.6)])
+    warm = [Fault(40.0, "hang-warm"), Fault(41.0, "kill-worker", 0, 0)]
+    assert play(1, setting=LONELY, faults=warm).outcome == "done"
+
+
 # ---- bad ends ------------------------------------------------------------------------------------
 def test_only_what_befell_a_run_excuses_its_end() -> None:
     words = "crash loop: the script failed 3 times in a row at the same point (after step 7): {}. Mend"

@@ -682,7 +682,7 @@ BUGS: dict[str, Bug] = {
         many=2,
     ),
     "too many ranks": Bug(
-        "life",
+        "life|silence",
         patches=((RunOrders, "room", never_full),),
         # its worlds end at the horizon: publishers would take minutes to tell of all its epochs
         setting=replace(CALM, micro_batches=2, max_nodes=3, min_nodes=3, publishes=False),

@@ -147,12 +147,13 @@ KINDS = {
 }
 # not drawn for every world: who comes while nobody of the run lives takes it over, by design
 OTHER_VERSION = Kind("a person starts a node of another version of this code in the run")
-SPREAD = 12.0  # most faults a minute
+SPREAD = 15.0  # most faults a minute
+DEATHS = ("power-loss", "crash-agent", "kill-worker")  # in a third of worlds, beside what it has
 # what should keep nobody from anything: neither the node that it befalls, nor others
 HARMLESS = ("scratch-full", "full-disk", "repeated", "jump", "snapshot-asked", "twice", "unlisted")
 BORNE = (*HARMLESS, "hang-uploader", "imports-hang", "walled")
 # how long it takes others, by design, to find what befell a node
-FOUND_S = {"hang-worker": 130.0, "hang-warm": 65.0, "rot": 60.0}
+FOUND_S = {"hang-worker": 130.0, "rot": 60.0}
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,8 @@ def faults_of(
     rng = random.Random(f"faults {seed}")
     if not setting.calm_s:
         return ()
-    kinds = kinds or rng.sample(sorted(KINDS), rng.choice((1, 2, 4, 8, len(KINDS))))
+    some = rng.sample(sorted(KINDS), rng.choice((1, 2, 4, 8, len(KINDS))))
+    kinds = kinds or [*some, *rng.choice(((), (), DEATHS))]
     many = many or rng.randint(1, max(1, round(rng.uniform(1.0, SPREAD) * setting.calm_s / 60)))
     found = []
     for _ in range(many):

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from harness.agent.node_state import SAVE_S, NodePhase
+from harness.agent.workers import FORKED_WITHIN_S
 from harness.lab.simulation.invariants import Violation
 from support.system.fault_plan import EVERYBODY
 from support.system.system_checks import Resumed, Stepped
@@ -84,9 +85,14 @@ class Liveness:
             self._able_s = None
             return
         self._able_s = now if self._able_s is None else self._able_s
-        since_s = max(self._able_s, self._trained_s, sim.trouble.last_s)
+        since_s = max(self._able_s, self._trained_s, sim.trouble.last_s, *self._forking())
         if now - since_s > TRAINS_S + sim.setting.step_s:
             self._silence(f"{able} healthy nodes, and nobody trains since {since_s:.1f} s")
+
+    def _forking(self) -> list[float]:
+        """Until when workers that are not there yet are waited for, rightly."""
+        workers = (w for n in self._sim.machines.values() if n.runs() for w in n.workers())
+        return [w.ordered_s + FORKED_WITHIN_S for w in workers if w.at_work and not w.forked]
 
     def _see_commits(self) -> None:
         now = self._kernel.now_s
@@ -120,6 +126,7 @@ class Liveness:
             and now - node.up_s > IMPORT_S
             and max(self._ills([node])) <= now
             and not self._kernel.paused(node.actor)
+            and not node.pool.hangs
             and not node.agent._node.leaving
             and node.agent._node.life is not NodePhase.WARMING
         )

@@ -85,7 +85,8 @@ class SimWorker:
     ended_by_us: bool = False
     stuck: bool = False  # it hangs
     began: bool = False  # it has a session
-    ordered_s: float = float("inf")  # when its fork was ordered; inf: it was forked
+    ordered_s: float = 0.0  # when its fork was ordered
+    forked: bool = False
     to_fail: str = ""  # the script's error, at its next step
 
     @property
@@ -133,7 +134,7 @@ class SimPool:
         self._node, self._record = node, record
         self._epoch, self.mark = NO_EPOCH, SimMark(node)
         # when the process that forks workers is warm; it may hang. inf: there is none
-        self._warm_s, self._hangs = float("inf"), False
+        self._warm_s, self.hangs = float("inf"), False
         self.all: list[SimWorker] = []
 
     def warm(self) -> bool:
@@ -147,7 +148,7 @@ class SimPool:
 
     def hang(self) -> None:
         """The process that forks workers hangs; if it was not warm it never will be."""
-        self._hangs = True
+        self.hangs = True
         if not self.warm():
             self._warm_s = NEVER_S
 
@@ -177,8 +178,8 @@ class SimPool:
             )
 
     def _fork(self, worker: SimWorker) -> None:
-        if not self._hangs:
-            worker.ordered_s = float("inf")
+        if not self.hangs:
+            worker.forked = True
             self._node.sim.team(worker.epoch).join(worker)
 
     def seen(self) -> list[WorkerEnd]:
@@ -227,11 +228,12 @@ class SimPool:
     def _unforked(self, worker: SimWorker) -> str:
         """As `workers.Workers`."""
         silent_s = self._node.sim.kernel.now_s - worker.ordered_s
-        return "not forked: the warm process hangs" if silent_s > FORKED_WITHIN_S else ""
+        late = not worker.forked and silent_s > FORKED_WITHIN_S
+        return "not forked: the warm process hangs" if late else ""
 
     def end(self) -> list[int]:
-        if any(w.at_work and w.ordered_s < float("inf") for w in self.all):
-            self._warm_s, self._hangs = float("inf"), False  # it is killed
+        if any(w.at_work and not w.forked for w in self.all):
+            self._warm_s, self.hangs = float("inf"), False  # it is killed
         self._kill()
         for worker in self.all:
             worker.pulse.look(self._node.sim.kernel.now_s)
@@ -518,6 +520,9 @@ class SimNode:
 
     def runs(self) -> bool:
         return self.alive and self.code is None
+
+    def workers(self) -> list[SimWorker]:
+        return self.pool.all if hasattr(self, "pool") else []
 
     def frozen(self) -> bool:
         return self.sim.kernel.paused(self.actor)
