@@ -43,7 +43,7 @@ def test_the_worlds_are_hostile_and_no_kind_of_fault_is_left_out() -> None:
     assert kinds.keys() == KINDS.keys()
     assert min(kinds.values()) >= 10, kinds
     # where a mesh is waited for, worlds are formed less often
-    settings = {seed: replace(Setting.of(seed), meshes="") for seed in range(1000, 1045)}
+    settings = {seed: replace(Setting.of(seed), meshes="") for seed in range(1000, 1030)}
     played = [play(seed, setting=setting) for seed, setting in settings.items()]
     assert sum(p.epochs > 3 for p in played) >= 5
     assert sum(p.controllers > 1 for p in played) >= 1
