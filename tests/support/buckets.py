@@ -117,11 +117,13 @@ def moto(
             path = urllib.parse.unquote(environ["RAW_URI"].partition("?")[0])
             seen.append((who, environ["REQUEST_METHOD"], path, environ["QUERY_STRING"]))
         if refuses is not None and refuses.is_set():
-            start_response("403 Forbidden", [("Content-Type", "application/xml")])
-            return [
+            denied = (
                 b"<Error><Code>ExpiredToken</Code><Message>The provided token has "
                 b"expired.</Message></Error>"
-            ]
+            )
+            length = ("Content-Length", str(len(denied)))  # else a client may see its end too early
+            start_response("403 Forbidden", [("Content-Type", "application/xml"), length])
+            return [denied] if environ["REQUEST_METHOD"] != "HEAD" else []
         if environ.pop("HTTP_X_GOOG_IF_GENERATION_MATCH", None) == "0":
             environ["HTTP_IF_NONE_MATCH"] = "*"
         if environ.get("HTTP_AUTHORIZATION", "").startswith("Bearer "):
