@@ -105,18 +105,27 @@ def account_of(url: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return account
 
 
+@contextlib.contextmanager
+def refusing(nodes, monkeypatch: pytest.MonkeyPatch, run: str, **env: str):
+    """Yield an agent of the run of that name that has trained for ten steps at least when its bucket
+    begins to say 403 to everybody, and the event that makes it do so. The tests' S3 keeps what
+    earlier tests of this process put into it."""
+    refuses = threading.Event()
+    with buckets.moto(refuses) as url:
+        account = account_of(url, monkeypatch)
+        nodes.url = f"s3://my-bucket/{run}"
+        flags = ("--total", 100, "--every", 10, "--sleep-s", 0.05, "--go", nodes.go)
+        agent = nodes.start(*flags, env={**account, **env})
+        nodes.until(lambda: nodes.step() >= 10)
+        refuses.set()
+        yield agent, refuses
+
+
 @pytest.mark.proof
 def test_a_spell_of_refusals_does_not_end_a_run(nodes, monkeypatch):
     """The bucket says 403 to everybody for a while, as with an expired token: training goes on,
     and what was made is committed later."""
-    refuses = threading.Event()
-    with buckets.moto(refuses) as url:
-        account = account_of(url, monkeypatch)
-        nodes.url = "s3://my-bucket/run"
-        flags = ("--total", 100, "--every", 10, "--sleep-s", 0.05, "--go", nodes.go)
-        agent = nodes.start(*flags, env=account)
-        nodes.until(lambda: nodes.step() >= 10)
-        refuses.set()
+    with refusing(nodes, monkeypatch, "run") as (agent, refuses):
         time.sleep(2.5)  # the agent asks for something every 2 s at most
         refuses.clear()
         assert agent.poll() is None, nodes.logs()
@@ -130,14 +139,7 @@ def test_a_spell_of_refusals_does_not_end_a_run(nodes, monkeypatch):
 def test_credentials_that_are_gone_for_good_end_a_node(nodes, monkeypatch):
     """403 to everything, a listing included, for longer than STORAGE_PATIENCE_S: a node without a
     controller does not train on for nothing."""
-    refuses = threading.Event()
-    with buckets.moto(refuses) as url:
-        account = account_of(url, monkeypatch)
-        nodes.url = "s3://my-bucket/gone"
-        flags = ("--total", 100, "--every", 10, "--sleep-s", 0.05, "--go", nodes.go)
-        agent = nodes.start(*flags, env={**account, "STORAGE_PATIENCE_S": "3"})
-        nodes.until(lambda: nodes.step() >= 10)
-        refuses.set()
+    with refusing(nodes, monkeypatch, "gone", STORAGE_PATIENCE_S="3") as (agent, _):
         assert agent.wait(40) == 36, nodes.logs()
         assert "permission denied" in nodes.logs()
 

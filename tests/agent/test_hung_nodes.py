@@ -81,8 +81,8 @@ def test_a_worker_that_is_not_forked_is_guilty(tmp_path: Path):
     assert len(hung) == 3 and all(h.guilty and "not forked" in h.what for h in hung)
 
 
-APART = """
-import sys, torch, harness
+LOOP = """\
+import sys, time, torch, harness
 run = harness.attach(seed=0, snapshot_every_steps=2)
 model = torch.nn.Linear(4, 1)
 run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -91,6 +91,8 @@ for step in run.steps(data, total=50, global_batch=8, micro_batch=2):
     for (x,) in step:
         step.backward(model(x).square().mean())
     step.update()
+"""
+APART = f"""{LOOP}
     if step.number == 3 and run.rank == 0:
         sys.exit(0)
 """
@@ -109,16 +111,7 @@ def test_a_script_that_ends_well_on_one_rank_only_stops_the_run_with_that_reason
     assert any(isinstance(fact, AgentEnded) and why in fact.reason for fact in facts), said
 
 
-ALONE_IN_A_SUM = """
-import time, torch, harness
-run = harness.attach(seed=0)
-model = torch.nn.Linear(4, 1)
-run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-data = torch.utils.data.TensorDataset(torch.randn(64, 4))
-for step in run.steps(data, total=50, global_batch=8, micro_batch=8):
-    for (x,) in step:
-        step.backward(model(x).square().mean())
-    step.update()
+ALONE_IN_A_SUM = f"""{LOOP}
     if step.number == 2:
         time.sleep(600)
 """
