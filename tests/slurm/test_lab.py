@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "lab"))
+sys.path.insert(0, str(Path(__file__).parent))
 from lab import provide, unfit
 
 FOLDER = os.environ.get("HARNESS_LAB", "")
@@ -52,7 +52,7 @@ def test_what_is_missing_is_installed_and_nothing_is_started(tmp_path, monkeypat
 @pytest.mark.skipif(bool(why), reason=why)
 @pytest.mark.timeout(WITHIN_S + 60)
 def test_a_run_goes_on_in_the_dearer_cloud_and_nothing_is_left():
-    command = [sys.executable, str(Path(__file__).parent / "lab" / "lab.py"), "short", FOLDER]
+    command = [sys.executable, str(Path(__file__).parent / "lab.py"), "short", FOLDER]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=WITHIN_S
     )
