@@ -37,9 +37,9 @@ def in_lab(
     task["envs"] |= {"VENV": str(venv), "TRACKERS": ""}
     # A bucket that is a folder is shared by two users there: what the controller makes, nodes must
     # be able to write. Machines there are told of their end as on AWS, by a service whose address
-    # stands on the local disk. Training must not starve the controller and the API server, which
-    # are elsewhere in real life.
-    kind = "umask 0\nrenice -n 10 -p $$ > /dev/null"
+    # stands on the local disk. Their GPUs are names only. Training must not starve the controller
+    # and the API server, which are elsewhere in real life.
+    kind = "umask 0\nexport CUDA_VISIBLE_DEVICES=\nrenice -n 10 -p $$ > /dev/null"
     task["run"] = (
         f"{kind}\n{first}\n[ ! -f {code.parent}/local/metadata ] || . "
         f"{code.parent}/local/metadata\n{task['run']}"
