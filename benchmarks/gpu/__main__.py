@@ -51,11 +51,12 @@ class Part:
 
 # by value: what comes last is lost first
 PARTS = (
-    Part("exact", "exact sums on the device are the CPU's integers", 60),
+    Part("exact", "exact sums on the device are the CPU's integers", 100),
     Part("staging", "snapshots beside the training are byte for byte the state at rest", 60),
     Part("ranks", "ranks on the GPU: kills, other numbers of ranks, the same weights", 130),
     Part("precision", "fp16 with a scaler, bf16, fp8, compiled or not: resumed to the bit", 90),
     Part("sharded", "FSDP2, with and without offload: resumed to the bit", 75),
+    Part("trainers", "unchanged scripts of other trainers: killed, resumed, as alone", 150),
     Part("health", "NVML's readings and reports", 20),
     Part("pause", "what a snapshot costs the training", 110, check=False),
     Part("pretrain", "tokens/s and MFU of the reference trainer beside plain PyTorch", 150, False),

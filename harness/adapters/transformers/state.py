@@ -133,7 +133,8 @@ def _losses(trainer: Any) -> dict[str, Any]:
         "since_log": float(trainer._tr_loss),
         "logged": float(trainer._total_loss_scalar),
         "last_logged": trainer._globalstep_last_logged,
-        "first_step": trainer._initial_global_step,
+        # before 5.20 a Trainer divides by all steps, which is the same as from step 0 on
+        "first_step": getattr(trainer, "_initial_global_step", 0),
         "first_tokens": trainer._initial_num_input_tokens_seen,
         "flos": float(trainer.current_flos),
     }
