@@ -27,7 +27,7 @@ DASHBOARDS ?= dashboards.json
 # proofs that are no tests: modules of tests/support
 SUPPORT = PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python -m support
 
-.PHONY: help docs map install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test proofs adapters check lint types pythons sim simsystem walk paths longrun drill meshes manynodes campaign soak audit money gpu clean
+.PHONY: help docs map install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test proofs adapters check lint types pythons sim simsystem walk paths longrun drill meshes manynodes gray campaign soak audit money gpu clean
 help:  ## these lines
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "make %-14s %s\n", $$1, $$2 }'
 install: $(STAMP)
@@ -153,6 +153,9 @@ meshes: install  ## models on meshes of up to eight ranks: equal to one rank's, 
 
 manynodes: install  ## 1 to 256 simulated members and snapshots of up to 1,024 ranks: seconds, requests, connections, beside their targets
 	$(BIN)/python benchmarks/manynodes.py
+
+gray: install  ## each request of a node answered never, at 20 B/s, by half, twice, before and amid a notice (half an hour; GRAY_JOBS=4)
+	HARNESS_HEAVY=1 $(BIN)/python -m pytest -s $(if $(CI),-p no:cacheprovider) tests/agent/test_silent_store.py
 
 campaign: install  ## POINTS=500 kills of writer, uploader and agent each, every store call failing once, damage of every class; not in CI
 	$(SUPPORT).kill_campaign --points $(or $(POINTS),500) --seed $(or $(SEED),0) --jobs $(or $(JOBS),2)

@@ -157,7 +157,7 @@ def why_overdue(stay: EpochTimes, bound_s: float, now: float) -> str:
 FENCE_S = 2.0  # between two looks for a newer generation while all lines to peers are up
 PAUSE_S = 0.02  # between two turns
 ANSWER_AGAIN_S = 1.0  # between two tries to commit the run's end while the bucket does not answer
-HOW_FAR_S = 4.0  # after a notice: a node that is still here says why
+HOW_FAR_S = 3.0  # after a notice: a node that is still here says why
 LAST_WORDS_S = 10.0  # for all that an agent writes into the bucket once its loop is over
 KILLED = -signal.SIGKILL  # exit code that counts for workers that we end
 

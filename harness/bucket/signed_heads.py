@@ -27,7 +27,7 @@ from harness.bucket.layout import EPOCHS, HEADS, IDENTITY, SETUP
 from harness.core.decoding import Amount, Natural, decoded, word
 from harness.core.signing import RunKey, SigningKey, key_in
 from storage.canonical_json import BadObject, canonical, digest
-from storage.errors import NotFound, StoreError
+from storage.errors import NotFound, StoreError, StoreUnavailable
 from storage.snapshots.restore import ALLOWED
 from storage.snapshots.snapshot_keys import ENDED, MANIFESTS, QUARANTINE
 from storage.stores.bounded_store import Prompt
@@ -154,7 +154,7 @@ class Signer:
         and the audit names it."""
         if self._run is None:
             try:
-                first = Head.decode(self._store.get(head_key(1)))
+                first = Head.decode(self._read(1))
                 held = self.key.holds(PURPOSE, first.unsigned(), first.signature)
             except (BadObject, NotFound):
                 held = False
@@ -179,7 +179,20 @@ class Signer:
                 return
 
     def _at(self, number: int) -> tuple[int, str]:
-        return number, digest(self._store.get(head_key(number)))
+        return number, digest(self._read(number))
+
+    def _read(self, number: int) -> bytes:
+        """Return a head's bytes, whatever they are. Raises StoreUnavailable for a part of them: a
+        head that follows a part would break the chain for ever."""
+        key = head_key(number)
+        data = self._store.get(key)
+        try:
+            Head.decode(data)
+        except BadObject as e:
+            if (there := self._store.size(key)) != len(data):
+                what = f"wanted {there} bytes, found {len(data)}"
+                raise StoreUnavailable(f"{self._store.url}/{key}: {what}") from e
+        return data
 
     def _head(self, number: int, prev: str, names: Mapping[str, str]) -> Head:
         # list segments before the archive, like every reader

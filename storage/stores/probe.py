@@ -81,8 +81,11 @@ def probe(store: ObjectStore, token: str = "") -> Probe:
 
 
 def require(store: ObjectStore) -> Probe:
-    """Return the result of `probe`, or raise a StoreError with what is missing and a remedy."""
+    """Return the result of `probe`, or raise a StoreError with what is missing and a remedy. A
+    promise must be seen broken twice: an answer may have been damaged on its way."""
     found = probe(store)
+    if found.missing:
+        found = probe(store)
     if found.missing:
         reasons = "; ".join(WHY[name] for name in found.missing)
         raise StoreError(

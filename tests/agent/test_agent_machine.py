@@ -281,6 +281,7 @@ def test_last_words_are_said_once_near_a_deadline_and_not_for_a_snapshot():
     assert after(Tick(), node=node, now=late) == (node, ())
     assert last_words(7, 5, saving=False).endswith("boundary; step 5 is committed")
     assert "workers at step 7); the bucket is silent" in last_words(7, -1, saving=True)
+    assert "may come too late" in last_words(7, -1, True, "and may come too late ")
 
 
 def test_workers_on_a_sick_gpu_have_until_their_grace_is_over_or_nothing():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -217,6 +218,30 @@ def test_a_notice_is_answered_though_a_request_is_answered_badly(place: Place):
     cells = ALL if os.environ.get("HARNESS_HEAVY") else RISKIEST
     failed = [one for one in played(place, cells, "cell") if one.why]
     assert not failed, "\n\n".join(f"{one.row}\n{one.why}\n{one.text}" for one in failed)
+
+
+@pytest.mark.parametrize("call", ["", "PUT snapshots/parts", "PUT snapshots/manifests"])
+def test_a_node_that_has_no_other_way_to_the_bucket_says_so_within_5_s(place: Place, call: str):
+    bucket = f"shut{len(call)}"
+    bad = Misbehaviour("hang", Call(*call.split(" ")) if call else None, every=True)
+    place.gateway.of[bucket] = bad
+    snapshots = Snapshots(place.copied(bucket))
+    first, process = snapshots.latest(), place.begin(bucket)
+    assert first is not None
+    try:
+        until(lambda: snapshots.refs()[0] > first.ref, "a new snapshot", START_S, of=process)
+        bad.begin.set()
+        process.send_signal(signal.SIGTERM)
+        late = threading.Timer(5.0, process.kill)
+        late.start()
+        told = next((line for line in process.stdout if "s after SIGTERM" in line), "")
+        late.cancel()
+    finally:
+        bad.end.set()
+        process.kill()
+        process.communicate(timeout=30)
+    assert "a snapshot is on its way (workers at step" in told
+    assert told.rstrip().endswith("is committed" if call else "the bucket is silent")
 
 
 def test_every_call_of_a_node_is_in_the_matrix(place: Place):

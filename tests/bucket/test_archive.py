@@ -1,5 +1,6 @@
 """Whatever order compactors, readers, writers and crashes come in: every fact is read once."""
 
+import contextlib
 import random
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from harness.core import step_records
 from storage.errors import NotFound
 from storage.stores.folder_store import FileStore, MemoryStore
 from support.archives import names
+from support.half_store import HalfAtFirst
 
 
 class Died(BaseException):
@@ -207,6 +209,18 @@ def test_a_flush_that_was_not_answered_and_is_archived_meanwhile_is_no_stranger(
     journal = Journal(Archived("memory://x", {}), "agent-1", lambda: 1.0)
     journal.record(f.Warned(1, 1, "x"))
     journal.flush()
+
+
+def test_a_segment_that_is_read_by_half_is_archived_later():
+    store = HalfAtFirst("half-segments", broken=False)
+    fill(store)
+    before = read_facts(store)
+    store.broken = True
+    for _ in range(8):
+        with contextlib.suppress(DamagedArchive):  # half of what is archived, too
+            Compactor(store).compact(all_of_them=True)
+    store.broken = False
+    assert not archive.segments(store) and read_facts(store) == before
 
 
 def test_a_gap_is_not_archived_and_is_told():

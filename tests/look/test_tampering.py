@@ -14,9 +14,11 @@ from harness.core.world import BadInput
 from harness.look.audit.audit import audit
 from harness.look.audit.audit_signatures import with_signatures
 from storage.canonical_json import digest
+from storage.errors import StoreUnavailable
 from storage.snapshots.manifest import Ref
 from storage.snapshots.retention import Keep
 from storage.stores.folder_store import FileStore, MemoryStore
+from support.half_store import HalfAtFirst
 from support.tampering import (
     EIGHTEEN,
     TABLE,
@@ -236,6 +238,20 @@ def test_two_signers_make_one_sequence():
     heads = [Head.decode(store.get(key)) for key in store.list("heads/")]
     assert [(h.number, h.by) for h in heads] == [(i, who) for i, who in enumerate("abbab", 1)]
     assert heads[-1].prev == digest(store.get(store.list("heads/")[-2]))
+
+
+def test_a_head_that_is_read_by_half_is_not_followed():
+    store = HalfAtFirst("half-heads", broken=False)
+    for name in "ab":  # the second one reads what the first wrote
+        signing = SignedStore(store, Signer(store, KEY, name, lambda: 1.0))
+        store.broken = name == "b"
+        if store.broken:
+            with pytest.raises(StoreUnavailable, match="half-heads/heads"):
+                signing.create(epoch_key(2), b"{}")
+        assert signing.create(epoch_key(1 + (name == "b")), b"{}")
+    store.broken = False
+    first, second = (store.get(key) for key in store.list("heads/"))
+    assert Head.decode(second).prev == digest(first)
 
 
 def status(words):

@@ -34,6 +34,7 @@ from storage.testing import store_contract
 from storage.testing.faulty_store import FaultyStore
 from storage.testing.store_contract import StoreContract
 from support import buckets
+from support.half_store import HalfAtFirst
 
 
 @pytest.fixture(scope="session")
@@ -628,6 +629,11 @@ def test_temporary_files_of_dead_writers_are_removed(tmp_path: Path) -> None:
     os.utime(dead, (1.0, 1.0))
     assert abort_stale_uploads(store, older_than_s=3600.0) == ["a/.b.123.tmp"]
     assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == ["b"]
+
+
+def test_a_store_is_not_refused_for_an_answer_that_was_damaged_once() -> None:
+    all_hold = probe.Probe(True, True, True, True, True)
+    assert probe.require(HalfAtFirst("probed", most=1)) == all_hold
 
 
 # ---- what a store really does --------------------------------------------------------------------

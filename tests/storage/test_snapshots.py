@@ -26,6 +26,7 @@ from storage.snapshots import snapshots
 from storage.snapshots.reader_leases import Watch, reading
 from storage.snapshots.snapshot_keys import DOOM, doom_key
 from storage.testing.faulty_store import Crash, FaultyStore, corrupt
+from support.half_store import HalfAtFirst
 
 T = TypeVar("T")
 CHUNK = 64
@@ -268,21 +269,7 @@ def test_a_part_list_that_is_read_by_half_for_a_moment_is_committed(
 ) -> None:
     monkeypatch.setattr(snapshots, "READ_AGAIN_S", (0.0,))
     monkeypatch.setattr(Snapshots, "group_ranks", group_ranks)
-
-    class Half(MemoryStore):
-        """Gives half of each object at its first read."""
-
-        def __init__(self) -> None:
-            super().__init__(f"memory://half-{group_ranks}", {})
-            self.read: set[str] = set()
-
-        def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
-            data = super().get(key, start, end)
-            first = key not in self.read
-            self.read.add(key)
-            return data[: len(data) // 2] if first else data
-
-    snaps, ref = Snapshots(Half()), Ref(1, 10)
+    snaps, ref = Snapshots(HalfAtFirst(f"half-{group_ranks}")), Ref(1, 10)
     for rank in range(2):
         write(snaps, ref, rank, world=2)
     assert commit(snaps, ref, world=2).world == 2
