@@ -27,7 +27,7 @@ from harness.bucket.layout import EPOCHS, HEADS, IDENTITY, SETUP
 from harness.core.decoding import Amount, Natural, decoded, word
 from harness.core.signing import RunKey, SigningKey, key_in
 from storage.canonical_json import BadObject, canonical, digest
-from storage.errors import NotFound, StoreError, StoreUnavailable
+from storage.errors import NotFound, StoreError
 from storage.snapshots.restore import ALLOWED
 from storage.snapshots.snapshot_keys import ENDED, MANIFESTS, QUARANTINE
 from storage.stores.bounded_store import Prompt
@@ -41,6 +41,7 @@ from storage.stores.objects import (
     put_paced,
     read_into,
     reads_at_once,
+    refuse_part,
 )
 
 HEAD_NBYTES = 64 << 20  # large, since the first head names all earlier objects
@@ -184,14 +185,11 @@ class Signer:
     def _read(self, number: int) -> bytes:
         """Return a head's bytes, whatever they are. Raises StoreUnavailable for a part of them: a
         head that follows a part would break the chain for ever."""
-        key = head_key(number)
-        data = self._store.get(key)
+        data = self._store.get(key := head_key(number))
         try:
             Head.decode(data)
-        except BadObject as e:
-            if (there := self._store.size(key)) != len(data):
-                what = f"wanted {there} bytes, found {len(data)}"
-                raise StoreUnavailable(f"{self._store.url}/{key}: {what}") from e
+        except BadObject:
+            refuse_part(self._store, key, data)
         return data
 
     def _head(self, number: int, prev: str, names: Mapping[str, str]) -> Head:

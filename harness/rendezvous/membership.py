@@ -26,8 +26,8 @@ from typing import Any, Protocol
 from harness.bucket.layout import MEMBERS, Member, member_key, member_of
 from harness.rendezvous.gossip import GossipReport, Grade
 from harness.rendezvous.peer_heartbeats import Door, PeerStatus
-from storage.errors import NotFound
-from storage.stores.objects import ObjectStore
+from storage.errors import NotFound, StoreUnavailable
+from storage.stores.objects import ObjectStore, refuse_part
 
 FRESH_S = 10.0  # after a change, waiting members look often for this long
 LIST_S = 1.0  # time between their looks then
@@ -338,13 +338,27 @@ class Membership:
         return list(dict.fromkeys(due))
 
     def _read(self, names: list[str], now: float) -> None:
-        def get(name: str) -> bytes | None:
+        def get(name: str) -> bytes | StoreUnavailable | None:
             try:
-                return self._store.get(member_key(name))
+                data = self._store.get(key := member_key(name))
             except NotFound:
                 return None
+            try:
+                Member.decode(data)
+            except ValueError:
+                try:
+                    refuse_part(self._store, key, data)
+                except NotFound:
+                    return None
+                except StoreUnavailable as e:
+                    return e
+            return data
 
         for name, data in zip(names, self.many(get, names), strict=True):
+            if isinstance(data, StoreUnavailable):  # only a part of it came: it is read again
+                if seen := self.seen.get(name):
+                    seen.read_s = now
+                continue
             self._circle.strangers.pop(name, None)
             self._circle.callers.discard(name)
             if data is not None:

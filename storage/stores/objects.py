@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from typing import Protocol, TypeVar, runtime_checkable
 
-from storage.errors import NotFound, StoreError
+from storage.errors import NotFound, StoreError, StoreUnavailable
 
 T = TypeVar("T")
 Keys = list[str]  # for classes in which `list` is a method
@@ -167,6 +167,23 @@ def reads_at_once(store: ObjectStore) -> int:
     """Return how many small objects `get_each` reads at once from a store; 1 if it does not say."""
     found = store.reads_at_once if isinstance(store, ReadsAtOnce) else 1
     return found if isinstance(found, int) else 1  # a wrapper may have every attribute
+
+
+def read_whole(store: ObjectStore, key: str, decode: Callable[[bytes], T]) -> T:
+    """Return what `decode` makes of an object. Raises NotFound; the ValueError of `decode` for an
+    object that is damaged; StoreUnavailable if only a part of it came: reading it again helps."""
+    data = store.get(key)
+    try:
+        return decode(data)
+    except ValueError:
+        refuse_part(store, key, data)
+        raise
+
+
+def refuse_part(store: ObjectStore, key: str, data: bytes) -> None:
+    """Raise StoreUnavailable if `data`, which makes no sense, is only a part of the object."""
+    if (size := store.size(key)) != len(data):
+        raise StoreUnavailable(f"{store.url}/{key}: wanted {size} bytes, found {len(data)}")
 
 
 def get_each(

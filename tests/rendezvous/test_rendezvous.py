@@ -20,7 +20,9 @@ from harness.rendezvous.peer_connections import PeerConnections
 from harness.rendezvous.peer_heartbeats import PeerStatus
 from harness.rendezvous.rendezvous import Rendezvous
 from harness.uploader.node_tiers import ChunkServers, NearbyConfig, NodeTiers
+from storage.errors import StoreUnavailable
 from storage.stores.folder_store import MemoryStore
+from support.half_store import HalfAtFirst
 from support.places import Ticks
 from support.worlds import until
 
@@ -49,6 +51,38 @@ def test_nobody_forms_while_a_member_still_trains(place):
     b.say(state="ready")
     epoch = place.form(a, b, c)
     assert (epoch.epoch, epoch.members, epoch.reason) == (2, ("a", "b", "c"), "grow")
+
+
+def test_who_gets_half_of_each_object_forms_nothing_until_it_gets_all(place):
+    """Else it would take members that train for members without an object."""
+    a, b = place.member("a"), place.member("b")
+    place.form(a, b)
+    halves = HalfAtFirst("rdzv", most=1 << 30)
+    whole, halves._objects, place.store = place.store, place.store._objects, halves
+    c = place.member("c")
+    for _ in range(6):
+        halves.read.clear()
+        place.beat(a, b, c)
+        with pytest.raises(StoreUnavailable, match="wanted"):
+            c.try_form(None)
+    halves.broken = False
+    for _ in range(6):
+        place.beat(a, b, c)
+        assert c.try_form(None) is None
+    assert newest_epoch(whole).members == ("a", "b")
+    a.say(state="ready")
+    b.say(state="ready")
+    assert place.form(a, b, c).members == ("a", "b", "c")
+
+
+def test_half_of_a_members_object_is_read_again(place):
+    a, b = place.member("a"), place.member("b")
+    place.form(a, b)
+    halves = HalfAtFirst("rdzv")
+    halves._objects, halves.read, place.store = place.store._objects, {epoch_key(1)}, halves
+    c = place.member("c")
+    assert {m.member for m in c.members()} == {"c"} and c.try_form(None) is None
+    assert {m.member for m in c.members()} == {"a", "b", "c"}
 
 
 def test_a_refused_connection_is_a_death_at_once(place):
