@@ -277,7 +277,7 @@ class Work:
         self.log.settle()
         tell = self.peers.rank == 0 and self.log.times.due()
         ints = sums.ints(tell, self.rates.peak_gflops)
-        self.votes.cast(ints[VOTES], self.snapshotter.due)
+        self.votes.cast(ints[VOTES], self.snapshotter.due, self.snapshotter.quiet)
         ints[ENOUGH] = bool(self.votes.enough)
         if self.votes.know_deadlines:
             ints[STEP_MS] = int(1e3 * (time.perf_counter() - began[1]))

@@ -70,11 +70,14 @@ class Votes:
     def _signal(self, want: Want) -> None:
         self._signalled = max(self._signalled, want)
 
-    def cast(self, wants: torch.Tensor, due: Callable[[], bool]) -> None:
+    def cast(self, wants: torch.Tensor, due: Callable[[], bool], quiet: bool = True) -> None:
         """Add this rank's requests: wants[w] > 0 on any rank means that w is wanted. `due`: rank 0
-        calls it to find out whether a snapshot is due."""
-        wants[self._reader.read().want] += 1
-        wants[self._signalled] += 1
+        calls it to find out whether a snapshot is due. `quiet`: no snapshot is in flight; else one
+        that is asked for would make training wait until that one is committed, for as long as one
+        node's bucket does not answer, so the request waits instead."""
+        for want in (self._reader.read().want, self._signalled):
+            if quiet or want is not Want.SNAPSHOT:
+                wants[want] += 1
         if self._leads and due():
             wants[Want.SNAPSHOT] += 1
 

@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
 from harness.core.world import DRAINED, RESIZE, STOPPED, UNFIT
 from harness.node.marks import Mark, Want
@@ -35,6 +36,7 @@ from harness.worker.boundary import (
     winner,
 )
 from harness.worker.snapshot_timer import Interval
+from harness.worker.votes import Votes
 
 AGENT = SessionState(by_script=True)  # an agent waits for the script's end
 ALONE = SessionState(by_script=False)
@@ -338,3 +340,15 @@ def test_when_a_snapshot_is_due():
     by_steps = Interval(every_s=1.0, every_steps=5)
     assert [step for step in range(1, 12) if by_steps.due(step, 99.0, 0.0)] == [5, 10]
     assert Interval().due(3, 10.0, 10.0) and not Interval().due(5, 9.9, 10.0)
+
+
+def test_a_snapshot_that_is_asked_for_waits_for_the_one_in_flight():
+    votes, wants = Votes(None, leads=False), torch.zeros(len(Want), dtype=torch.int64)
+    votes._signal(Want.SNAPSHOT)
+    votes.cast(wants, lambda: False, quiet=False)
+    assert not wants[Want.SNAPSHOT]
+    votes.cast(wants, lambda: False, quiet=True)
+    assert wants[Want.SNAPSHOT] == 1
+    votes._signal(Want.DRAIN)  # who must leave does not wait
+    votes.cast(wants, lambda: False, quiet=False)
+    assert wants[Want.DRAIN] == 1

@@ -338,10 +338,11 @@ class Ensemble:
         """The ranks vote on what is wanted."""
         votes = [0] * len(Want)
         marks = {rank: w.node.read_mark() for rank, w in self.workers.items()}
-        for mark in marks.values():
-            votes[mark.want] += 1
-        interval = self.sim.setting.interval
         quiet = self.flight is None or self.flight.told
+        for mark in marks.values():
+            if quiet or mark.want is not Want.SNAPSHOT:
+                votes[mark.want] += 1
+        interval = self.sim.setting.interval
         since_s = self.sim.kernel.now_s - self.snapshot_s
         if quiet and interval.due(self.step, since_s, interval.seconds(0.0, 0.01, 0.0)):
             votes[Want.SNAPSHOT] += 1
