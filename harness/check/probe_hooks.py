@@ -307,10 +307,10 @@ def _attend_boundaries() -> None:
         boundary(self)
 
     @functools.wraps(cast)
-    def voted(self: Any, wants: Any, due: Any) -> None:
+    def voted(self: Any, wants: Any, due: Any, quiet: bool = True) -> None:
         if at := probe():
             at.hold()
-        cast(self, wants, due)
+        cast(self, wants, due, quiet)
         if at:
             at.wants(wants)
 
