@@ -159,6 +159,7 @@ PAUSE_S = 0.02  # between two turns
 ANSWER_AGAIN_S = 1.0  # between two tries to commit the run's end while the bucket does not answer
 HOW_FAR_S = 3.0  # after a notice: a node that is still here says why
 LAST_WORDS_S = 10.0  # for all that an agent writes into the bucket once its loop is over
+UPLOADER_S = 2.0  # for the uploader to end by itself
 KILLED = -signal.SIGKILL  # exit code that counts for workers that we end
 
 
@@ -245,20 +246,25 @@ class Agent:
         self._hearing.stop()
         self._workers.close()
         self._uploads.settle(self._settle_s())
-        self._host.last_words(LAST_WORDS_S)
+        self._host.last_words(self._part_s(LAST_WORDS_S))
         self.rendezvous.leave(end=self._past.end.value if self._past.end else "")
         if code in (DRAINED, FINISHED):  # no other member waits for us now
             self._uploads.settle(self._settle_s(), near=code == DRAINED)
             self._acknowledge()
-        self._uploads.close()
+        self._uploads.close(self._part_s(UPLOADER_S))
         self._lines.close()
-        self._host.last_words(LAST_WORDS_S)
+        self._host.last_words(self._part_s(LAST_WORDS_S))
         self.journal.record(AgentEnded(self.name, code, self._past.reason))
         with contextlib.suppress(StoreError):  # helpers that end now may report this fact
             self.journal.flush()
-        self._helpers.end(wait_s=45.0 if code == FINISHED else 3.0)
+        self._helpers.end(wait_s=45.0 if code == FINISHED else self._part_s(3.0))
         with contextlib.suppress(StoreError):
             self.journal.flush()
+
+    def _part_s(self, most_s: float) -> float:
+        """Return how long one of our last acts may take: `most_s`, but no more than a third of what
+        is left of a signal's grace."""
+        return self._node.left_s(self._host.monotonic(), 3 * most_s) / 3
 
     def _acknowledge(self) -> None:
         """Acknowledge preemption notices where possible: our snapshot is committed and our workers
@@ -309,7 +315,7 @@ class Agent:
     def _watch_itself(self, now: float) -> int | None:
         """Return the exit code if this node, which is in no generation, must end, whatever the
         bucket says."""
-        if self._grace_over(now):
+        if self._node.grace_over(now):
             self._past.reason = self._node.leaving
             return self._node.gone_code
         if self._node.too_cold(now, self._workers.warm()):
@@ -319,10 +325,6 @@ class Agent:
             self._host.say(self._past.reason, wrong=True)
             return UNFIT
         return None
-
-    def _grace_over(self, now: float) -> bool:
-        node = self._node
-        return node.grace_over(now, False) and node.grace_over(now, self._saving())
 
     def _saving(self) -> bool:
         """Return whether a snapshot is on its way."""
@@ -412,7 +414,8 @@ class Agent:
 
     # ---- between generations ---------------------------------------------------------------------
     def _settle_s(self) -> float:
-        return self._node.settle_s(self._host.wall(), self.config.uploads.settle_s)
+        most_s = self._node.settle_s(self._host.wall(), self.config.uploads.settle_s)
+        return self._node.left_s(self._host.monotonic() + node_state.LAST_WORDS_S, most_s)
 
     def _tell(self, **changes: Any) -> None:
         # without the bucket, the changes go out with the next heartbeat
@@ -506,7 +509,7 @@ class Agent:
         stay = self._stay
         if self._node.overdue(now):
             return self._abandon(self._node.unfit)
-        if self._grace_over(now):
+        if self._node.grace_over(now):
             return self._abandon(f"the grace after {self._node.leaving} is over")
         if hung := self._workers.find_hung(now):
             self._feed(node_state.WorkersHung(any(w.guilty for w in hung)))
@@ -694,6 +697,6 @@ class Agent:
             except StoreUnavailable:  # only the commit of the end is missing
                 self._hear()
                 now = self._host.monotonic()
-                if now > give_up_s or self._node.grace_over(now, False):
+                if now > give_up_s or self._node.grace_over(now):
                     raise
                 self._host.sleep(ANSWER_AGAIN_S)

@@ -38,13 +38,12 @@ from harness.core.world import DRAINED, UNFIT
 from harness.node.marks import Want
 from harness.notices.notice import Cancelled, Notice, Noticed
 
-LAST_WORDS_S = 2.0  # before a deadline: the safe work is recorded while that is still possible
+LAST_WORDS_S = 3.0  # before a deadline: the safe work is recorded while that is still possible
 # a newcomer that has not imported what its workers need by then hangs, and is unfit; even a slow
 # network disk takes less
 WARM_S = 300.0
 SAME_SIGNAL_S = 2.0  # batch systems send one end to each process, so an agent may hear it twice
 HURRY_S = 5.0  # grace after a second signal
-SAVE_S = 60.0  # grace of a snapshot that is on its way at the end of a signal's grace
 
 
 class NodePhase(Enum):
@@ -276,12 +275,14 @@ class AgentState:
         """Return whether its workers must be ended now, whatever they do."""
         return self.unfit_by_s is not None and own_s >= self.unfit_by_s
 
-    def grace_over(self, own_s: float, saving: bool) -> bool:
-        """Return whether the grace of a signal is used up, except for the last words. `saving`: a
-        snapshot is on its way, which is worth a bounded wait."""
-        if self.grace_by_s is None:
-            return False
-        return own_s >= self.grace_by_s - LAST_WORDS_S + SAVE_S * saving
+    def grace_over(self, own_s: float) -> bool:
+        """Return whether the grace of a signal is used up, except for the last words."""
+        return self.grace_by_s is not None and own_s >= self.grace_by_s - LAST_WORDS_S
+
+    def left_s(self, own_s: float, most_s: float) -> float:
+        """Return the seconds that are left of a signal's grace, `most_s` at most."""
+        left_s = most_s if self.grace_by_s is None else self.grace_by_s - own_s
+        return max(0.0, min(most_s, left_s))
 
     def may_join(self, warm: bool) -> bool:
         """Return whether warming up is over. A node that leaves reports so at once, warm or not."""

@@ -178,18 +178,19 @@ class NodeUploader:
                 break
             time.sleep(0.05)
 
-    def close(self) -> None:
+    def close(self, wait_s: float) -> None:
+        """End the uploader; kill it if it has not ended within `wait_s`."""
         if self._line is not None:
             self._line.close()
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
             try:
-                self._process.wait(AGENT_ANSWER_S)
+                self._process.wait(wait_s)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
-                    self._process.wait(AGENT_ANSWER_S)
+                    self._process.wait(wait_s)
         self.stage.close()
 
     def _ask(self, what: str, **body: Any) -> dict[str, Any] | None:

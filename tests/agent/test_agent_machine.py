@@ -116,9 +116,8 @@ def test_a_newcomer_is_ready_when_it_is_warm_or_must_go_and_unfit_when_it_stays_
 def test_a_signals_grace_ends_and_a_second_signal_hurries():
     first, _ = after(Signalled("SIGTERM"))
     ends_s = NOW.own_s + first.rules.grace_s - LAST_WORDS_S
-    assert not first.grace_over(ends_s - 0.1, saving=False)
-    assert first.grace_over(ends_s, saving=False) and not first.grace_over(ends_s, saving=True)
-    assert first.grace_over(ends_s + 60.0, saving=True)
+    assert not first.grace_over(ends_s - 0.1) and first.grace_over(ends_s)
+    assert [first.left_s(ends_s + s, most_s=1.5) for s in (0.0, 2.0, 9.0)] == [1.5, 1.0, 0.0]
     same = step(first, Signalled("SIGTERM"), Now(NOW.own_s + 1.0, NOW.wall_s + 1.0))
     assert same == (first, ())
     second, _ = step(first, Signalled("SIGINT"), Now(NOW.own_s + 9.0, NOW.wall_s + 9.0))
@@ -273,8 +272,8 @@ def test_when_another_node_is_looked_for(event, doubtful):
 
 def test_last_words_are_said_once_near_a_deadline_and_not_for_a_snapshot():
     node, _ = after(notice("kill", 1120.0), notice("soft", 1120.0, "n2"), Released())
-    assert after(Tick(), node=node, now=Now(0.0, 1117.9))[1] == ()
-    late = Now(0.0, 1118.0)
+    assert after(Tick(), node=node, now=Now(0.0, 1120.0 - LAST_WORDS_S - 0.1))[1] == ()
+    late = Now(0.0, 1120.0 - LAST_WORDS_S)
     assert after(Tick(), node=replace(node, life=NodePhase.SETTLING), now=late)[1] == ()
     node, acts = after(Tick(), node=node, now=late)
     assert acts == (FlushBeforeKill("notice:n1", 1120.0),)

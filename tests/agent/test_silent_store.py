@@ -27,7 +27,7 @@ from support.bad_store import NODE, RUN, TIMES, WRITES, Call, Gateway, Misbehavi
 from support.outside import environment, said_of, train_begin, until
 
 pytestmark = pytest.mark.proof
-GRACE_S = 30.0
+GRACE_S, SHORT_S = 30.0, 12.0
 START_S = 240.0  # some nodes start at once
 AT_ONCE = int(os.environ.get("GRAY_JOBS") or 4)
 # the calls of a node's life, by the moment at which they are answered badly
@@ -116,7 +116,7 @@ class Place:
             client_kwargs={"region_name": "us-east-1"},
         )
 
-    def begin(self, bucket: str) -> Any:
+    def begin(self, bucket: str, *flags: object) -> Any:
         folder = self.folder / bucket
         folder.mkdir()
         keys = {
@@ -127,7 +127,7 @@ class Place:
             "TMPDIR": str(folder),
         }
         run = f"s3://{bucket}/{RUN}"
-        return train_begin(run, total=100_000, nap_s=0.2, folder=folder, env=environment(**keys))
+        return train_begin(run, *flags, total=100_000, nap_s=0.2, folder=folder, env=environment(**keys))
 
     def copied(self, bucket: str) -> ObjectStore:
         buckets.make_s3_bucket(self.endpoint, bucket)
@@ -221,27 +221,32 @@ def test_a_notice_is_answered_though_a_request_is_answered_badly(place: Place):
 
 
 @pytest.mark.parametrize("call", ["", "PUT snapshots/parts", "PUT snapshots/manifests"])
-def test_a_node_that_has_no_other_way_to_the_bucket_says_so_within_5_s(place: Place, call: str):
+def test_a_node_without_a_way_to_the_bucket_says_so_and_leaves_in_time(place: Place, call: str):
     bucket = f"shut{len(call)}"
     bad = Misbehaviour("hang", Call(*call.split(" ")) if call else None, every=True)
     place.gateway.of[bucket] = bad
     snapshots = Snapshots(place.copied(bucket))
-    first, process = snapshots.latest(), place.begin(bucket)
+    first, process = snapshots.latest(), place.begin(bucket, "--grace-s", SHORT_S)
     assert first is not None
     try:
         until(lambda: snapshots.refs()[0] > first.ref, "a new snapshot", START_S, of=process)
         bad.begin.set()
         process.send_signal(signal.SIGTERM)
+        told_s = time.monotonic()
         late = threading.Timer(5.0, process.kill)
         late.start()
         told = next((line for line in process.stdout if "s after SIGTERM" in line), "")
         late.cancel()
+        code, text = said_of(process, SHORT_S + 30.0)
+        took_s = time.monotonic() - told_s
+        print(f"{call or 'any call'}: left after {took_s:.1f} s\n{text}")
     finally:
         bad.end.set()
         process.kill()
-        process.communicate(timeout=30)
     assert "a snapshot is on its way (workers at step" in told
     assert told.rstrip().endswith("is committed" if call else "the bucket is silent")
+    assert code == DRAINED and took_s <= SHORT_S, text
+    assert "the deadline of signal:SIGTERM is here: a snapshot is on its way and may" in text
 
 
 def test_every_call_of_a_node_is_in_the_matrix(place: Place):

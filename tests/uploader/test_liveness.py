@@ -33,7 +33,7 @@ def node(tmp_path):
     try:
         yield made, run
     finally:
-        made.close()
+        made.close(2.0)
 
 
 def look_until_ended(uploads):

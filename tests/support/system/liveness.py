@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from harness.agent.node_state import SAVE_S, NodePhase
+from harness.agent.node_state import NodePhase
 from harness.agent.workers import FORKED_WITHIN_S
 from harness.lab.simulation.invariants import Violation
 from support.system.fault_plan import EVERYBODY
@@ -58,7 +58,7 @@ class Liveness:
         self._silence(f"node {node.number} has not heard what it was told at {since_s:.1f} s")
 
     def told_to_end(self, node: SimNode, grace_s: float) -> None:
-        self._kernel.after(grace_s + SAVE_S + CLOSE_S, lambda: self._ended(node))
+        self._kernel.after(grace_s + CLOSE_S, lambda: self._ended(node))
 
     def _ended(self, node: SimNode) -> None:
         if not node.runs():

@@ -316,7 +316,7 @@ class SimUploads:
         while self.busy() and kernel.now_s < until_s:
             self._node.host.sleep(0.5)
 
-    def close(self) -> None:
+    def close(self, wait_s: float) -> None:
         self.kill()
 
     def kill(self) -> None:
