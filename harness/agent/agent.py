@@ -393,12 +393,12 @@ class Agent:
         self._host.say(f"{HOW_FAR_S:.0f} s after {self._node.leaving}: {verdict}")
 
     def _heed_leader(self, now: float) -> None:
-        """Drain this node if the run has had no controller for too long, or its limits are reached
-        without one. Raises StoreUnavailable; it is then retried later."""
+        """Drain this node if the run has had no controller or no bucket for too long, or its limits
+        are reached without a controller."""
         if self._node.leaving or not self._due.now("lease", now, self.config.timing.lease_s):
             return
         if why := self._run.unled(now):
-            self._feed(node_state.Unled(why))
+            self._feed(node_state.Unled(why, self._run.bucketless))
 
     def _stop_order(self, now: float) -> str | None:
         """Return why the run must stop, or None. Raises StoreError."""

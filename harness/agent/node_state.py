@@ -100,7 +100,8 @@ class Released:
 
 @dataclass(frozen=True)
 class Unled:
-    why: str  # the run has no controller, in words
+    why: str  # the run has no controller, or no bucket, in words
+    bucketless: bool = False
 
 
 @dataclass(frozen=True)
@@ -348,13 +349,17 @@ def _heed(
                     return node, ()
                 grace_s = min(HURRY_S, node.grace_by_s - now.own_s)
             node = replace(node, grace_by_s=now.own_s + grace_s)
-            deadline_s = now.wall_s + grace_s
-            seen = NoticeSeen(member, "signal", "kill", name, deadline_s)
-            return _after([Record(seen)], _must_leave(node, name, f"signal:{name}", deadline_s))
-        case Unled(why):
-            seen = NoticeSeen(member, "lease", "kill", why, None)
+            by_s = now.wall_s + grace_s
+            seen = NoticeSeen(member, "signal", "kill", name, by_s)
+            return _after([Record(seen)], _must_leave(node, name, f"signal:{name}", by_s))
+        case Unled(why, bucketless):
+            deadline_s = None
+            if bucketless:  # its last snapshot may never be committed, which is no reason to stay
+                node = replace(node, grace_by_s=now.own_s + node.rules.grace_s)
+                deadline_s = now.wall_s + node.rules.grace_s
+            seen = NoticeSeen(member, "lease", "kill", why, deadline_s)
             said = WriteLog(f"{why}; this node drains")
-            return _after([Record(seen), said], _must_leave(node, why, "leaderless", None))
+            return _after([Record(seen), said], _must_leave(node, why, "leaderless", deadline_s))
         case Noticed(notice):
             return _notice(node, notice, now)
         case Cancelled(notice):

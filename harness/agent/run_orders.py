@@ -37,6 +37,8 @@ from storage.stores.objects import ObjectStore
 
 LOOK_EVERY_S = 60.0  # between two looks at the lease
 COUNTED_S = 3 * LOOK_EVERY_S  # the most that counts of the time between two looks
+# a node trains on for so long without its bucket: nothing that it computes is committed
+BUCKETLESS_S = 3600.0
 # a controller that has not updated the limits for so many times `every_s`, and for so long, does
 # not enforce them any more
 MISSED, STILL_S = 3.0, 2 * LOOK_EVERY_S
@@ -51,22 +53,35 @@ class Leaderless:
     term: int = 0  # the newest fencing token that was seen
     still_s: float = 0.0  # observed time without a new heartbeat
     beat: bytes | None = None
+    unanswered_s: float = 0.0  # observed time in which the bucket did not answer
     _looked_s: float = 0.0
 
     def see(self, now: float, term: int, beat: bytes) -> str:
         """Record the newest term (0: none) and its heartbeat as of `now` (s, by this node's own
         clock). Return why the node must leave, or ""."""
         same = self.beat == beat and self.term == term
-        self.still_s = (
-            self.still_s + min(max(0.0, now - self._looked_s), COUNTED_S) if same else 0.0
-        )
-        self.term, self.beat, self._looked_s = term, beat, now
+        passed_s = self._passed_s(now)
+        self.still_s = self.still_s + passed_s if same else 0.0
+        self.term, self.beat, self.unanswered_s = term, beat, 0.0
         if not term or beat == RELEASED or not self.bound_s or self.still_s < self.bound_s:
             return ""
         return (
             f"nobody leads the run: the beat of its controller (lease, term {term}) has stood "
             f"still for {self.bound_s / 3600:g} h"
         )
+
+    def unanswered(self, now: float) -> str:
+        """Record that the bucket does not answer. Return why the node must leave, or ""."""
+        bound_s = min(self.bound_s, BUCKETLESS_S)
+        self.unanswered_s += self._passed_s(now)
+        if not bound_s or self.unanswered_s < bound_s:
+            return ""
+        return f"the bucket has not answered for {self.unanswered_s / 60:.0f} min"
+
+    def _passed_s(self, now: float) -> float:
+        passed_s = min(max(0.0, now - self._looked_s), COUNTED_S)
+        self._looked_s = now
+        return passed_s
 
 
 @dataclass
@@ -166,11 +181,20 @@ class RunOrders:
 
     # ---- the controller --------------------------------------------------------------------------
     def unled(self, now: float) -> str:
-        """Return why this node must leave, if the run has had no controller for too long, or has
-        reached its limits without one; "" otherwise."""
-        lease = self._leaderless
-        why = lease.see(now, *sign_of_life(self.store, lease.term))
-        return self._limits.see(now, run_limits(self.store), lease) or why
+        """Return why this node must leave, if the run has had no controller for too long, or no
+        bucket, or has reached its limits without a controller; "" otherwise."""
+        lease, limits = self._leaderless, None
+        try:
+            why = lease.see(now, *sign_of_life(self.store, lease.term))
+            limits = run_limits(self.store)
+        except StoreUnavailable:
+            why = lease.unanswered(now)
+        return self._limits.see(now, limits, lease) or why
+
+    @property
+    def bucketless(self) -> bool:
+        """True if the bucket did not answer the last look."""
+        return self._leaderless.unanswered_s > 0
 
     # ---- reports ---------------------------------------------------------------------------------
     def tell_doubt(self, node: AgentState, doubtful: bool) -> None:

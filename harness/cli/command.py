@@ -48,6 +48,7 @@ COMMANDS = {
     "logs": ("status", "LogsFlags", "logs"),
     "stop": ("stop", "StopFlags", "stop"),
     "down": ("stop", "DownFlags", "down"),
+    "guard": ("guard_command", "GuardFlags", "guard"),
     "runs report": ("status", "ReportFlags", "report"),
     "runs serve": ("status", "ServeFlags", "serve"),
     "runs postmortem": ("status", "PostmortemFlags", "postmortem"),

@@ -252,12 +252,10 @@ class Calls:
 
     @staticmethod
     def _cluster(record: Any) -> dict[str, Any]:
-        node: Any = None
+        envs: dict[str, Any] = {}
         if record.last_creation_yaml:
             made_from = yaml.safe_load(record.last_creation_yaml)
-            node = (
-                (made_from.get("envs") or {}).get(NODE_ENV) if isinstance(made_from, dict) else None
-            )
+            envs = (made_from.get("envs") or {}) if isinstance(made_from, dict) else {}
         return {
             "name": record.name,
             "status": record.status.value,
@@ -265,8 +263,12 @@ class Calls:
             "ever_up": bool(record.cluster_ever_up),
             "unhealthy": record.init_kind == "unhealthy",
             "why": without_colours(record.init_status_reason or ""),
-            "node": node,
+            "node": envs.get(NODE_ENV),
+            "run": envs.get("RUN"),
             "resources": record.resources_str or "",
+            "user": record.user_name,
+            "autostop": record.autostop if record.to_down else -1,
+            "managed": bool(record.is_managed),
         }
 
     def job(self, name: str) -> str | None:

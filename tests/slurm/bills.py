@@ -68,7 +68,9 @@ class Bills:
         stage.until("the plain launch has ended", lambda: plain.poll() is not None)
         if plain.returncode:
             raise SystemExit(f"sky launch ended with {plain.returncode}, see {log}")
-        stage.sky("down", "-y", cluster)
+        said = stage.harness("guard", "--end", cluster)
+        if f"FORGOTTEN: {cluster}" not in said or f"Ended: {cluster}." not in said:
+            raise SystemExit(f"wanted {cluster}, whose job is over, named and ended; found\n{said}")
         going_on = ("PENDING", "SUBMITTED", "STARTING", "RUNNING", "RECOVERING", "UNKNOWN")
         stage.until("the job ends", lambda: stage.job(MANAGED) not in going_on)
         stage.until("its node is given back", lambda: not stage.busy())

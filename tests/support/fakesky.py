@@ -87,8 +87,12 @@ class FakeSky:
             "ever_up": False,
             "unhealthy": False,
             "why": "",
-            "node": config["envs"]["HARNESS_NODE"],
+            "node": config["envs"].get("HARNESS_NODE"),
+            "run": config["envs"].get("RUN"),
             "resources": "1x(...)",
+            "user": "ada",
+            "autostop": -1 if idle_minutes is None else idle_minutes,
+            "managed": False,
         }
         return rid
 

@@ -1,0 +1,30 @@
+"""`harness guard`: what is forgotten is named, and ended on request."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.cli import guard_command
+from harness.cli.common import DONE, FAILED
+from harness.core.world import BadInput
+from support.account import LIVE, OVER, Account, account
+
+
+def test_what_is_forgotten_is_named_and_ended(monkeypatch, capsys):
+    sky = account()
+    monkeypatch.setattr(guard_command, "sky_broker", lambda url: sky)
+    monkeypatch.setattr(guard_command, "_has_ended", {OVER: True, LIVE: False}.get)
+    assert guard_command.guard(guard_command.GuardFlags()) == FAILED
+    said = capsys.readouterr().out
+    assert said.count("FORGOTTEN") == 3 and "harness guard --end mine" in said
+    with pytest.raises(BadInput, match="found nobody"):
+        guard_command.guard(guard_command.GuardFlags(end="nobody"))
+    assert guard_command.guard(guard_command.GuardFlags(end_idle=True)) == DONE
+    assert {row["name"] for row in sky.clusters("")} == {"sh-0123456789abcdef-0001", "half"}
+    assert guard_command.guard(guard_command.GuardFlags()) == DONE
+
+
+def test_an_empty_account_is_said_to_be_so(monkeypatch, capsys):
+    monkeypatch.setattr(guard_command, "sky_broker", lambda url: Account())
+    assert guard_command.guard(guard_command.GuardFlags()) == DONE
+    assert "no cluster" in capsys.readouterr().out
