@@ -46,7 +46,7 @@ class AlertFlags:
     alert: tuple[str, ...] = flag(
         (),
         "send alerts to https://..., command:'PROGRAM ARGUMENTS' or slack://... "
-        "(docs/RUNBOOK.md); repeat for more; also HARNESS_ALERTS (nodes of a launch get all but "
+        "(docs/ALERTS.md); repeat for more; also HARNESS_ALERTS (nodes of a launch get all but "
         "commands)",
         metavar="RECEIVER",
     )

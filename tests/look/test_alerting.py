@@ -401,7 +401,7 @@ def own(stamped, run, above=9.0):
 def test_the_runbook_s_rules_are_rules(tmp_path):
     from harness.look.alerts.custom_rules import all_rules
 
-    page = (Path(__file__).parents[2] / "docs" / "RUNBOOK.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "ALERTS.md").read_text()
     path = tmp_path / "rules.yaml"
     path.write_text(page.partition("```yaml\n")[2].partition("```")[0])
     names = [rule.name for rule in all_rules(str(path))]
