@@ -10,7 +10,7 @@ evidence to `workers.py`, which judges how a generation (the code's `epoch`) end
 out their decisions. It reaches its machine only through `host.py`, so the simulation runs this
 file.
 
-Exit codes: see docs/design/ARCHITECTURE.md.
+Exit codes: see docs/TROUBLE.md.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from typing import Protocol, TypeAlias
 from harness.core.estimates import Estimates
 from storage.stores.objects import ObjectStore
 
-# exit codes; docs/design/ARCHITECTURE.md lists which process acts on which
+# exit codes; docs/TROUBLE.md lists which process acts on which
 FINISHED, DRAINED, RESIZE, STOPPED, FENCED, UNFIT, REFUSED = 0, 33, 34, 35, 36, 37, 38
 
 EXPECTED_S = 900.0  # a wait is reported again when its expected end has moved by more than this
