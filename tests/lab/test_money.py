@@ -38,7 +38,7 @@ NOBODY = Leaderless(0.0, term=1, still_s=3600.0)
 # ---- the simulation ------------------------------------------------------------------------------
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_no_budget_is_overshot_and_nothing_is_left(first: int) -> None:
-    """10,000 seeds: docs/RELIABILITY.md."""
+    """10,000 seeds: docs/design/RELIABILITY.md."""
     bills = [spend(seed) for seed in range(first, first + 20)]
     used = sorted(bill.usd / bill.budget_usd for bill in bills)
     assert used[len(used) // 2] > 0.8  # and it is not kept back for nothing
