@@ -45,7 +45,7 @@ CLOUD_OF = {
 }
 MONTH_S = 30 * 86400.0
 # Requests of one training node: heartbeats, polls for members and orders, facts. Measured, at S3's
-# prices (docs/design/RENDEZVOUS.md, docs/STORES.md); those of other clouds are similar.
+# prices (docs/design/RENDEZVOUS.md, docs/design/STORES.md); those of other clouds are similar.
 REQUESTS_USD_PER_NODE_H = 0.008
 GET_USD = 4e-7  # price of a GET request of S3 Standard (aws.amazon.com/s3/pricing, 2026-11)
 

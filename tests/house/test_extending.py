@@ -1,4 +1,4 @@
-"""docs/EXTENDING.md: its examples work as they stand."""
+"""docs/design/EXTENDING.md: its examples work as they stand."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.proof
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "EXTENDING.md").read_text()
+PAGE = (ROOT / "docs" / "design" / "EXTENDING.md").read_text()
 FILES = dict(re.findall(r"```python\n# file: (\S+)\n(.*?)```", PAGE, re.S))
 
 
