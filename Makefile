@@ -117,7 +117,7 @@ types: install
 docs: $(DOCS_STAMP)  ## the documentation site in build/docs, and how many words it has; no warning, no dead link
 	@rm -rf build/docs-source && mkdir -p build && cp -r docs build/docs-source
 	$(BIN)/python -m sphinx -q -W --keep-going -b html build/docs-source build/docs
-	@wc -w README.md docs/*.md docs/trainers/*.md | sort -n | tail -50
+	@$(SUPPORT).words
 	@echo "open build/docs/index.html"
 $(DOCS_STAMP): requirements-docs.txt $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt

@@ -1,10 +1,14 @@
-"""The documentation site (`make docs`): a copy of this folder's pages, and a command reference that
-is made from the parser. Builds without a network."""
+"""The documentation site (`make docs`): a copy of this folder's pages, and references that are made
+from the code: commands and flags, public names, facts. Builds without a network."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib
+import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +50,72 @@ def command_page() -> str:
     return "\n".join(lines)
 
 
+DOORS = ("harness", "harness.data", "harness.policies", "harness.testing", "storage", "storage.testing")
+
+
+def prose(text: str | None) -> str:
+    """Return a docstring as Markdown in which only code in backticks is markup."""
+    parts = re.split(r"(`[^`]*`)", inspect.cleandoc(text or ""))
+    plain = [re.sub(r"([*_\[\]{}<>#|$~])", r"\\\1", part) for part in parts[::2]]
+    code = [*parts[1::2], ""]
+    return re.sub(r"(?m)^ +", "", "".join(a + b for a, b in zip(plain, code, strict=True)))
+
+
+def own_words(what: Any) -> str:
+    """Return the docstring of a class or function, unless dataclasses made it up."""
+    said = what.__doc__ or ""
+    return "" if said.startswith(f"{getattr(what, '__name__', '')}(") else prose(said)
+
+
+def signature(what: Any) -> str:
+    """Return the arguments of a function or class, or nothing for what has none."""
+    try:
+        found = str(inspect.signature(what)) if callable(what) else ""
+    except (TypeError, ValueError):  # a type that is an alias, or made in C
+        return ""
+    return re.sub(r"<[\w.]+ object at 0x\w+>|<factory>", "...", found).replace("'", "")
+
+
+def methods(kind: type) -> Iterator[str]:
+    """Yield a list item for each public method and property of a class."""
+    for name, member in vars(kind).items():
+        member = getattr(member, "__func__", member)
+        if name.startswith("_") or not (inspect.isfunction(member) or isinstance(member, property)):
+            continue
+        arguments = signature(member) if inspect.isfunction(member) else ""
+        said = prose((inspect.getdoc(member) or "").partition("\n\n")[0])
+        yield f"- `{name}{arguments}`" + (f": {' '.join(said.split())}" if said else "")
+
+
+def api_page() -> str:
+    lines = ["# Python API: the names in full", ""]
+    for door in DOORS:
+        package, _, last = door.rpartition(".")
+        module = (
+            getattr(importlib.import_module(package), last)
+            if door == "harness.policies"
+            else importlib.import_module(door)
+        )
+        lines += [f"## {door}", "", prose(module.__doc__), ""]
+        for name in sorted(module.__all__):
+            what = getattr(module, name)
+            own = inspect.isclass(what) or inspect.isroutine(what) or inspect.ismodule(what)
+            lines += [f"### {door}.{name}", "", f"`{name}{signature(what)}`", ""]
+            lines += [own_words(what) if own else "", ""]
+            lines += [*methods(what), ""] if inspect.isclass(what) else []
+    return "\n".join(lines)
+
+
+def facts_page() -> str:
+    from harness.core.facts import KINDS
+
+    lines = ["# Facts: the event log", "", "Fields that alerts' rules and trackers may use.", ""]
+    for name, kind in sorted(KINDS.items()):
+        lines += [f"## {name}", "", own_words(kind), ""]
+        lines += [f"- `{field.name}`: `{field.type}`" for field in dataclasses.fields(kind)] + [""]
+    return "\n".join(lines)
+
+
 def outside(app: Any, docname: str, source: list[str]) -> None:
     """Lead links to files that are no pages to the repository's own address, as code."""
     source[0] = re.sub(r"\[([^\]]+)\]\(\.\./[^)]+\)", r"\1", source[0])
@@ -53,5 +123,6 @@ def outside(app: Any, docname: str, source: list[str]) -> None:
 
 def setup(app: Any) -> None:
     (HERE / "site").mkdir(exist_ok=True)
-    (HERE / "site" / "cli.md").write_text(command_page())
+    for name, page in (("cli", command_page), ("api", api_page), ("facts", facts_page)):
+        (HERE / "site" / f"{name}.md").write_text(page())
     app.connect("source-read", outside)

@@ -9,6 +9,7 @@ import pytest
 
 from harness.cli.command import parser
 from support import map as map_page
+from support.words import MOST, MOST_TOGETHER, user_pages
 
 ROOT = map_page.ROOT
 ROOMS = sorted(
@@ -162,4 +163,10 @@ def test_every_page_is_in_the_contents_of_the_site():
     folder = ROOT / "docs"
     listed = re.findall(r"^([\w/]+)$", (folder / "index.md").read_text(), re.M)
     pages = [p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*.md")]
-    assert sorted(listed) == sorted({*pages, "site/cli"} - {"index"})
+    assert sorted(listed) == sorted({*pages, "site/cli", "site/api", "site/facts"} - {"index"})
+
+
+def test_user_pages_are_short():
+    pages = user_pages()
+    assert not (long := {name: count for name, count in pages.items() if count > MOST}), long
+    assert (together := sum(pages.values())) <= MOST_TOGETHER, f"{together} words: shorten a page"
