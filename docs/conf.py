@@ -50,7 +50,8 @@ def command_page() -> str:
     return "\n".join(lines)
 
 
-DOORS = ("harness", "harness.data", "harness.policies", "harness.testing", "storage", "storage.testing")
+HARNESS = ("harness", "harness.data", "harness.policies", "harness.testing")
+DOORS = (*HARNESS, "storage", "storage.testing")
 
 
 def prose(text: str | None) -> str:
