@@ -108,6 +108,15 @@ class Finding:
     remedy: str = ""
 
 
+def refuse(found: Finding) -> None:
+    """Refuse a launch that cannot work. Raises BadInput."""
+    if found.state == FAIL:
+        raise BadInput(
+            f"--cloud sky: {found.what}: {found.found}; {found.remedy} (`harness prove doctor` "
+            "checks all that a launch needs)"
+        )
+
+
 # ---- checks --------------------------------------------------------------------------------------
 def skypilot() -> Finding:
     """Check that SkyPilot is installed, in the version that this package was made for."""

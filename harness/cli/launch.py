@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import random
 import secrets
@@ -12,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from harness.bucket.layout import STOP_KEY
 from harness.bucket.member_heartbeats import HeartbeatReader
 from harness.bucket.orders import stop_order
 from harness.bucket.signed_heads import sign_off
+from harness.cli import doctor
 from harness.cli.alerts_command import alerting_beside, alerts_for_nodes, receivers
 from harness.cli.common import (
     DONE,
@@ -59,6 +59,7 @@ from harness.cli.run_record import RecordFlags, about_launch, keep_launch, with_
 from harness.cli.status import show_report
 from harness.cli.stop import ask_stop
 from harness.clouds import sky_task
+from harness.clouds.own_wheel import WHEEL_ENV, keep_wheel
 from harness.clouds.sky_broker import IDLE_MINUTES
 from harness.clouds.sky_task import pairs
 from harness.clouds.skypilot import SkyPilotCloud
@@ -420,6 +421,9 @@ def launch(flags: LaunchFlags) -> int:
         )
     # wrong input is reported before anything is written anywhere
     cloud = _cloud(flags, task, url, nodes)
+    if isinstance(cloud, SkyPilotCloud):
+        _check_ready(flags.run, cloud)
+    task = cloud.task = _with_wheel(task, given)
     if flags.deadline:
         wanted(flags, nodes, book_of(open_store(url, retry_within_s=PREFLIGHT_S)), time.time())
     store = checked_store(url)
@@ -464,12 +468,37 @@ def launch(flags: LaunchFlags) -> int:
 
 def _check_skypilot(cloud: str) -> None:
     """Check that the package of --cloud sky is installed. Raises BadInput."""
-    if cloud == "sky" and importlib.util.find_spec("sky") is None:
+    if cloud == "sky":
+        doctor.refuse(doctor.skypilot())
+
+
+def _check_ready(run: str, cloud: SkyPilotCloud) -> None:
+    """Check that SkyPilot, its clouds and the bucket would work, as `harness prove doctor` does.
+    Nothing is left behind. Raises BadInput."""
+    if not run:
         raise BadInput(
-            "--cloud sky: wanted SkyPilot, which launches the nodes, found that it is not "
-            "installed here; install spotharness with the extra [controller] (as the README says), "
-            "or try --cloud local"
+            "--cloud sky: wanted --run with the URL of a bucket that all nodes reach (s3://, "
+            "gs://, az://), found none; its default is a folder of this computer"
         )
+
+    def opened(url: str) -> ObjectStore:
+        return open_store(url, retry_within_s=PREFLIGHT_S)
+
+    try:
+        doctor.refuse(doctor.server(cloud.sky))
+        doctor.refuse(doctor.clouds(cloud.sky))
+        doctor.refuse(doctor.bucket(cloud.run_url, opened, secrets.token_hex(4)))
+    except BadInput:
+        cloud.close()
+        raise
+
+
+def _with_wheel(task: Task, given: Mapping[str, str]) -> Task:
+    """Return the task with the wheel of this very package, if it installs one and --env does not
+    name another. Raises BadInput."""
+    if WHEEL_ENV not in task.envs or WHEEL_ENV in given:
+        return task
+    return replace(task, envs={**task.envs, WHEEL_ENV: keep_wheel(Path.home())})
 
 
 def _check_prometheus(flags: LaunchFlags) -> None:

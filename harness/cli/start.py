@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from harness import __version__
 from harness.cli.common import INTERRUPTED
 from harness.cli.node import RunFlags, _nproc
+from harness.clouds.own_wheel import WHEEL_ENV, keep_wheel
 from harness.core.flags import flag, positional
 from harness.core.input_files import output_folder
 from harness.core.world import BadInput
@@ -97,7 +97,7 @@ def _gpus() -> int:
 # `harness init`: write a task file and a script to begin with, from the package's own templates.
 
 TEMPLATES = ("train.yaml", "train.py")
-PACKAGE = '"spotharness[worker]"'  # the placeholder in the template
+NO_WHEEL = f'{WHEEL_ENV}: ""'  # the placeholder in the template
 
 
 @dataclass(frozen=True)
@@ -105,26 +105,17 @@ class InitFlags:
     folder: str = positional(
         "where to write; it is made if it is not there", nargs="?", default=".", check=output_folder
     )
-    package: str = flag(
-        "", "what nodes install: the URL of a wheel, or what pip takes; default: this version"
-    )
 
 
 def init(flags: InitFlags) -> int:
     """Write a task file and a script to begin with; print the next steps."""
     folder = Path(flags.folder)
-    write(folder, requirement(flags.package))
+    write(folder)
     print(
         f"wrote {folder / 'train.yaml'} (a node of the run), {folder / 'train.py'} (the training)"
     )
     for lacking in _lacking():
         print(lacking)
-    if not flags.package:
-        print(
-            "nodes of a cloud cannot install spotharness yet, as no package index has it: give the "
-            "URL of a wheel or of git to `harness init --package URL`, or to a launch as "
-            "--env PACKAGE='spotharness[worker] @ URL'. The local cloud needs none"
-        )
     print("next:")
     if folder.resolve() != Path.cwd():
         print(f"  cd {folder}")
@@ -134,17 +125,7 @@ def init(flags: InitFlags) -> int:
     return 0
 
 
-def requirement(package: str) -> str:
-    """Return the requirement that a node gives to pip. A bare URL gets the extra that workers
-    need; "" means this version."""
-    if not package:
-        return f"spotharness[worker]=={__version__}"
-    return (
-        f"spotharness[worker] @ {package}" if "://" in package and " @ " not in package else package
-    )
-
-
-def write(folder: Path, package: str) -> None:
+def write(folder: Path) -> None:
     """Write all templates into `folder`. Raises BadInput, and writes none, if one exists there."""
     there = [name for name in TEMPLATES if (folder / name).exists()]
     if there:
@@ -152,12 +133,13 @@ def write(folder: Path, package: str) -> None:
             f"wanted a folder without {there[0]}, found {folder / there[0]}; nothing was written: "
             "name another folder (harness init FOLDER), or move that file away"
         )
+    wheel = f"{WHEEL_ENV}: {json.dumps(keep_wheel(Path.home()))}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in TEMPLATES:
             text = resources.files("harness.cli").joinpath("templates", name).read_text()
             with open(folder / name, "x") as out:
-                out.write(text.replace(PACKAGE, json.dumps(package)))
+                out.write(text.replace(NO_WHEEL, wheel))
     except OSError as e:
         raise BadInput(
             f"cannot write into {folder}: {e.strerror}; name a folder that you may write to"

@@ -87,9 +87,14 @@ class Calls:
 
     # -- offers --
     def enabled(self) -> list[str]:
-        """Return the names of the clouds that the API server may use."""
+        """Return the names of the clouds that the API server may use. A server that has not checked
+        its clouds yet does it now, as a `launch` would."""
         sdk = sky("client.sdk")
-        return sorted(str(name).lower() for name in sdk.get(sdk.enabled_clouds()))
+        found = sdk.get(sdk.enabled_clouds())
+        if not found:
+            self.check()
+            found = sdk.get(sdk.enabled_clouds())
+        return sorted(str(name).lower() for name in found)
 
     def offers(
         self, config: dict[str, Any], clouds: Sequence[str] | None = None, on_demand: bool = False
@@ -100,9 +105,6 @@ class Calls:
         on-demand offer of each place. Raises LookupError with SkyPilot's hints if there is none.
         """
         names = self.enabled() if clouds is None else list(clouds)
-        if not names:  # this server has not checked its clouds yet; a `launch` would do it now
-            self.check()
-            names = self.enabled()
         with self._optimizing:
             return self._offers(config, names, bare=clouds is not None, on_demand=on_demand)
 

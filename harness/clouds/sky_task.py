@@ -146,7 +146,8 @@ def _check_text(path: Path, texts: Mapping[str, str]) -> None:
 
 def check_local(task: Task) -> None:
     """Refuse what the local cloud cannot do. Its nodes run in place: nothing is copied, `setup` is
-    not run, and a member is one node. Raises BadInput."""
+    not run, and a member is one node. A mount of a path at itself is there already. Raises
+    BadInput."""
     if task.num_nodes != 1:
         raise BadInput(
             f"{task.path}: num_nodes is {task.num_nodes}, but a member of the local cloud is one "
@@ -157,10 +158,11 @@ def check_local(task: Task) -> None:
             f"{task.path}: workdir is a git repository; the local cloud runs in place: write "
             "workdir: . instead"
         )
-    if task.file_mounts:
+    if elsewhere := sorted(to for to, source in task.file_mounts.items() if source != to):
         raise BadInput(
-            f"{task.path}: the local cloud has no file_mounts; read "
-            f"{sorted(task.file_mounts)[0]!r} by its URL instead"
+            f"{task.path}: file_mounts: the local cloud, whose nodes are processes of this "
+            f"computer, would have to write {elsewhere[0]!r} here; read it by its URL, or mount "
+            "a path at itself"
         )
     if task.managed_secrets:
         name = task.managed_secrets[0]

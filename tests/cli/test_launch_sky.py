@@ -1,15 +1,18 @@
 """`harness launch --cloud sky` from its first decision to its end, against a SkyPilot that is played:
 what the run has seen of offers is kept, and the next run begins with it, on another computer too."""
 
+import subprocess
 import sys
 import threading
 import time
 
 import pytest
+import yaml
 
 from harness.cli import launch
 from harness.cli.command import main
 from harness.cli.market_command import SHARED, Histories
+from harness.clouds.own_wheel import WHEEL_ENV, WHEELS
 from harness.clouds.sky_broker import SkyError
 from harness.controller import policies
 from harness.planner.market_history import OfferSeen
@@ -33,6 +36,8 @@ def noting(view):
 class PlayedSky(FakeSky):
     """Its time passes, and whoever runs does the last step at once and exits."""
 
+    clouds = ("aws", "nebius")
+
     def __init__(self, store, *offers):
         super().__init__(offers)
         self.store, self.lock, self.seen_s = store, threading.Lock(), time.monotonic()
@@ -53,8 +58,20 @@ class PlayedSky(FakeSky):
         share = PartList(ref, 0, 1, "m1-x", (), {}, {"step": 10, "final": True})
         self.store.create(manifest_key(ref), Manifest.merge([share]).to_json().encode())
 
+    def server(self):
+        return {"endpoint": "http://127.0.0.1:46580", "status": "healthy", "version": "0.14.1"}
+
+    def enabled(self):
+        return list(self.clouds)
+
     def close(self):
         pass
+
+
+def main_ends(argv):
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert not ended.value.code
 
 
 @pytest.fixture
@@ -68,14 +85,15 @@ def led(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sky", None)  # as if SkyPilot were not installed
     monkeypatch.setattr(launch, "_check_skypilot", lambda cloud: None)  # it is played
 
-    def lead(computer, *, full=(), more=(), url=""):
+    def lead(computer, *, full=(), more=(), url="", task=task, run=("--run",)):
         monkeypatch.setenv("HOME", str(tmp_path / computer))
         url = url or f"file://{tmp_path}/runs/{computer}"
         sky = PlayedSky(open_store(url), EAST, WEST)
         none = SkyError("ResourcesUnavailableError", "no capacity", [("E", "no capacity here")])
         sky.trouble = {offer["resources"]["infra"]: [none] for offer in full}
         monkeypatch.setattr(launch, "sky_broker", lambda _: sky)
-        argv = ["launch", str(task), "--run", url, "--cloud", "sky", "--nodes", "1", "--brief"]
+        where = [*run, url] if run else []
+        argv = ["launch", str(task), *where, "--cloud", "sky", "--nodes", "1", "--brief"]
         with pytest.raises(SystemExit) as ended:
             main([*argv, *more, "--policy", f"{__name__}:noting"])
         own = Histories("").own().read(time.time()).records
@@ -137,5 +155,54 @@ def test_without_skypilot_nothing_is_written(tmp_path, monkeypatch, capsys):
     task.write_text("name: t\nrun: 'true'\n")
     with pytest.raises(SystemExit) as end:
         main(["launch", str(task), "--cloud", "sky", "--run", str(tmp_path / "run")])
-    assert end.value.code == 2 and "the extra [controller]" in capsys.readouterr().err
+    assert end.value.code == 2 and "spotharness[controller]" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["t.yaml"]
+
+
+def test_a_launch_ships_the_package_that_it_runs_from(led, tmp_path):
+    """The task of `harness init`: its member is given the wheel, and setup installs that."""
+    folder = tmp_path / "first"
+    main_ends(["init", str(folder)])
+    written = yaml.safe_load((folder / "train.yaml").read_text())["envs"][WHEEL_ENV]
+    (folder / "train.yaml").write_text((folder / "train.yaml").read_text().replace(written, "old"))
+    code, sky, _ = led("a", task=folder / "train.yaml")
+    assert code == 0
+    config = next(iter(sky.configs.values()))[0]
+    address = config["envs"][WHEEL_ENV]
+    assert address == written != "old"
+    [(to, source)] = config["file_mounts"].items()
+    assert to == source == f"~/{WHEELS}/${WHEEL_ENV}"
+    [wheel] = (tmp_path / "a" / WHEELS / address).iterdir()
+
+    calls, fake = tmp_path / "calls", tmp_path / "bin" / "python3"
+    fake.parent.mkdir()
+    fake.write_text(
+        f'#!/bin/sh\nprintf "%s\\n" "$@" >> {calls}\n'
+        '[ "$2" != venv ] || { mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; }\n'
+    )
+    fake.chmod(0o755)
+    env = {"PATH": f"{fake.parent}:/usr/bin:/bin", "HOME": str(tmp_path / "a"), **config["envs"]}
+    for _ in range(2):  # the second time does nothing
+        subprocess.run(["bash", "-c", config["setup"]], env=env, check=True, timeout=60)
+    words = calls.read_text().splitlines()
+    assert words.count("venv") == 1 and words.count(f"{wheel}[worker]") == 1
+    assert not [word for word in words if word.startswith("spotharness")]
+
+
+@pytest.mark.parametrize(
+    ("more", "clouds", "says"),
+    [
+        ({"run": []}, ("aws",), "wanted --run with the URL of a bucket"),
+        ({}, (), "clouds: none is enabled; sky check -v"),
+        ({"url": "file:///proc/no/such/bucket"}, ("aws",), "bucket: "),
+    ],
+)
+def test_a_launch_that_cannot_work_is_refused_before_anything_is_written(
+    led, tmp_path, monkeypatch, capsys, more, clouds, says
+):
+    monkeypatch.setattr(PlayedSky, "clouds", clouds)
+    monkeypatch.chdir(tmp_path)
+    code, sky, _ = led("a", **more)
+    assert code == 2 and says in capsys.readouterr().err
+    assert {kind for kind, _ in sky.calls} <= {"server", "enabled"}
+    assert [p.name for p in tmp_path.iterdir()] == ["task.yaml"]
