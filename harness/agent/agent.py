@@ -28,6 +28,7 @@ from harness.agent.workers import CHANGING, AgentConfig, End, Fruitless
 from harness.bucket.journal import Journal
 from harness.bucket.layout import NO_EPOCH, Epoch, Member
 from harness.core.facts import (
+    NOT_ELASTIC,
     AgentEnded,
     AgentStarted,
     EpochLeft,
@@ -62,12 +63,13 @@ from storage.stores.objects import ObjectStore
 FROZEN_S = 3.0
 
 # a script that has no session so long after its start is said to have none
-SESSION_WITHIN_S = 120.0
+SESSION_WITHIN_S = 40.0
 NO_SESSION = (
-    "the script has no session: nothing of it is saved in the run, its work is lost with its node, "
-    "and other nodes start it from the beginning; call harness.attach(), or use a trainer that "
-    "docs/TRAINERS.md names"
+    f"{NOT_ELASTIC}. The script has no session: its work is lost with its node, and other nodes "
+    "start it from the beginning; call harness.attach(), or use a trainer that docs/TRAINERS.md "
+    "names"
 )
+UNWANTED = f"{NO_SESSION}; if this is wanted: harness launch --unmanaged"
 
 
 @dataclass
@@ -537,8 +539,12 @@ class Agent:
         stay, epoch = self._stay, self._stay.epoch
         if self._workers.attached():
             self._uploads.ensure()
-        elif now - stay.entered_s > SESSION_WITHIN_S:
+        elif (alone := self._workers.unadopted()) or now - stay.entered_s > SESSION_WITHIN_S:
             self._tell_sessionless()
+            if alone and self.config.must_adopt:
+                self._give_up(UNWANTED)
+                self._due.at_once("control")
+                return self._abandon(NOT_ELASTIC)
         if (stop := self._stop_order(now)) is not None:
             self._past.reason = stop
             self._feed(node_state.StopOrdered())
@@ -689,6 +695,9 @@ class Agent:
             try:
                 if not self._workers.attached():
                     self._tell_sessionless()
+                    if self.config.must_adopt:
+                        self._give_up(UNWANTED)
+                        return False
                     self._run.finish_for_script(epoch)
                 elif not self._run.surely_over():
                     self._give_up(workers.WHY_UNFINISHED)

@@ -130,7 +130,7 @@ class AgentConfig:
     fitness: Fitness = field(default_factory=Fitness)
     uploads: Uploads = field(default_factory=Uploads)
     beside: HelperConfig = field(default_factory=HelperConfig)
-
+    must_adopt: bool = False  # a script without a session ends the run as failed
 
 # The judgement of how a generation (the code's `epoch`) ended, what follows, and when a repeated
 # failure stops the run.
@@ -598,7 +598,8 @@ class Workers:
     def clear_signs(self) -> None:
         """Remove the mark and the heartbeats of the last generation."""
         self.mark.write(Want.NOTHING, "", None)
-        self._attached_path.unlink(missing_ok=True)
+        for name in (marks.ATTACHED, marks.UNADOPTED):
+            (self._config.node_dir / name).unlink(missing_ok=True)
         self._clear_heartbeats()
         flight_recorder.clear(self._config.node_dir)
 
@@ -680,10 +681,6 @@ class Workers:
     def _sign(self, local_rank: int) -> Path:
         return self._config.node_dir / f"progress-{local_rank}"
 
-    @property
-    def _attached_path(self) -> Path:
-        return self._config.node_dir / marks.ATTACHED
-
     def seen(self) -> list[WorkerEnd]:
         """Return the current evidence about all workers."""
         return [w.seen() for w in self.all]
@@ -695,7 +692,11 @@ class Workers:
     # ---- while they work -------------------------------------------------------------------------
     def attached(self) -> bool:
         """Return whether the script has a session."""
-        return self._attached_path.exists()
+        return (self._config.node_dir / marks.ATTACHED).exists()
+
+    def unadopted(self) -> bool:
+        """Return whether the script surely trains without a session."""
+        return (self._config.node_dir / marks.UNADOPTED).exists() and not self.attached()
 
     def signs(self) -> list[heartbeat.Sign]:
         """Return the last heartbeat of each worker that ever sent one."""

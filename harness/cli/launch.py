@@ -370,6 +370,11 @@ class LaunchFlags(RecordFlags, AlertFlags):
         metavar="FILE",
     )
     prometheus: str = flag("", PROMETHEUS, check=prometheus_address)
+    unmanaged: bool = flag(
+        False,
+        "also run a script without a session (neither harness.attach() nor a trainer that is "
+        "adapted), of which nothing is saved; without this, such a run fails",
+    )
     on_interrupt: str = flag(
         "ask",
         "what Ctrl-C does: ask, drain, leave or kill; so do SIGTERM and SIGHUP, which drain "
@@ -403,6 +408,7 @@ def launch(flags: LaunchFlags) -> int:
     url = normalize(flags.run or _new_run(flags.task))
     given = sky_task.pairs(flags.env, os.environ)
     envs = {**about_launch(flags, os.environ), **given, "RUN": url}
+    envs["HARNESS_MUST_ADOPT"] = "" if flags.unmanaged else "1"
     told = receivers(flags.alert, flags.alert_rules)
     _check_prometheus(flags)
     task = with_names(sky_task.load(flags.task, envs, _secrets(flags)))

@@ -633,6 +633,7 @@ def _config(
         argv=argv,
         nproc=_nproc(flags.nproc, env),
         attempt=number_in(env, "HARNESS_ATTEMPT", 0),
+        must_adopt=bool(env.get("HARNESS_MUST_ADOPT")),
         addr=flags.addr or _address(env),
         node_dir=node_dir,
         hardware=NodeHardware(

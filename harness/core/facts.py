@@ -526,6 +526,9 @@ class GuardTripped(Fact):
     value: Reading
 
 
+NOT_ELASTIC = "not elastic: nothing is saved"  # a warning about a script without a session
+
+
 @dataclass(frozen=True)
 class Warned(Fact):
     """A named condition that weakens a promise; training goes on."""

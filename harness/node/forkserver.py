@@ -28,6 +28,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import harness
@@ -41,6 +42,7 @@ from harness.node.heartbeat import (
     name_process,
     process_state,
 )
+from harness.node.marks import ATTACHED, UNADOPTED
 from harness.node.worker_gpus import ONE_GPU, OWN_GPU, UNTOUCHED
 from storage.tensor_threads import end_threads
 
@@ -224,6 +226,30 @@ def write_error(error: BaseException) -> None:
         json.dump(masked_deep(body), f)
 
 
+STEPS_ALONE = 8  # optimizer steps after which a script is believed to have no session
+
+
+def notice_steps(mark: Path) -> None:
+    """Leave a file beside `mark` when torch's optimizers step in this process before a session has
+    left its own. What watches them is removed after the first few steps."""
+    if "torch" not in sys.modules:
+        return
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    left = STEPS_ALONE
+
+    def stepped(*_: Any) -> None:
+        nonlocal left
+        left -= 1
+        attached = mark.with_name(ATTACHED).exists()
+        if not left and not attached:
+            mark.with_name(UNADOPTED).touch()
+        if not left or attached:
+            watching.remove()
+
+    watching = register_optimizer_step_post_hook(stepped)
+
+
 def run(order: dict[str, Any]) -> None:
     """Run the script here. `order` is {"env": {...}, "argv": ["script.py" or "-m", ...]}."""
     os.environ.update(order["env"])
@@ -231,6 +257,8 @@ def run(order: dict[str, Any]) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before anything can initialize CUDA
     learn(os.environ)
     argv: list[str] = order["argv"]
+    if mark := os.environ.get("HARNESS_MARK"):
+        notice_steps(Path(mark))
     try:
         adapt = os.environ.get("HARNESS_ADAPT", "none")
         if adapt != "none":

@@ -35,8 +35,9 @@ class Want(IntEnum):
     STOP = 4  # all workers leave, and none comes back automatically
 
 
-# in the node's folder: the mark, and the file by which a worker shows that it reads it
-MARK, ATTACHED = "mark.json", "attached"
+# in the node's folder: the mark, the file by which a worker shows that it reads it, and the one
+# that shows that optimizers step in a worker without a session
+MARK, ATTACHED, UNADOPTED = "mark.json", "attached", "unadopted"
 MARK_NBYTES = 4096  # of a mark's file, padded with spaces: one block of a disk
 MOST_WHY = 400  # characters of a reason, so that a mark fits
 EXIT_CODE = {Want.RESIZE: RESIZE, Want.DRAIN: DRAINED, Want.STOP: STOPPED}

@@ -1,32 +1,73 @@
 """A plain script that nothing adopts, under `harness launch`: everybody is told that it is not
-saved."""
+saved, and the run fails unless that is wanted."""
 
-from harness.core.facts import RunEnded, Warned
-from harness.look.alerts.alert_rules import BUILT_IN
+import pytest
+
+from harness.core.facts import NOT_ELASTIC, RunEnded, Warned
 from support.campaign import Campaign
 from support.whole_runs import harness
 
+pytestmark = pytest.mark.proof
 
-def test_a_script_without_a_session_is_never_called_done_at_step_0(tmp_path):
-    script = tmp_path / "plain.py"
-    script.write_text("print('trained by myself')\n")
-    campaign = Campaign(tmp_path, nodes="1", trainer=script)
-    try:
-        campaign.launch()
-        assert campaign.wait() == 0, campaign.logs()
-        screen = campaign.output()
-    finally:
-        campaign.close()
+TRAINS = """\
+import time
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range({steps}):
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    time.sleep(0.05)
+print('trained by myself')
+"""
+
+
+@pytest.fixture
+def launched(tmp_path):
+    def launch(script: str, *extra: str) -> tuple[Campaign, int]:
+        trainer = tmp_path / "plain.py"
+        trainer.write_text(script)
+        campaign = Campaign(tmp_path, nodes="1", trainer=trainer, extra=extra)
+        try:
+            campaign.launch()
+            return campaign, campaign.wait()
+        finally:
+            campaign.close()
+
+    return launch
+
+
+def told(campaign: Campaign, *command: str) -> str:
+    """Return what a command says of the run, on one line."""
+    return " ".join(harness(*command, campaign.run).stdout.split())
+
+
+def test_a_script_without_a_session_ends_the_run_as_failed_within_seconds(launched):
+    campaign, code = launched(TRAINS.format(steps=10_000))  # 500 s, if nothing ends it
+    screen = campaign.output()
+    assert code == 1, campaign.logs()
+    assert NOT_ELASTIC in screen and "--unmanaged" in screen, screen
     assert "step 0 is the last" not in screen
-    assert "nothing is saved in the run" in screen
-    assert "the script has no session: nothing of it is saved" in screen
     (ended,) = campaign.facts(RunEnded)
-    assert ended.reason == (
-        "the script exited 0 and had no session: its steps were not counted, nothing is saved in "
-        "the run"
-    )
+    assert ended.outcome == "failed" and "harness.attach()" in ended.reason
     (warned,) = campaign.facts(Warned)
-    assert "harness.attach()" in warned.what
-    assert [rule.name for rule in BUILT_IN if Warned in rule.kinds] == ["promise-weakened"]
-    told = harness("status", campaign.run).stdout
-    assert "has no session" in told.replace("\n", " "), told
+    assert warned.what.startswith(NOT_ELASTIC)
+    for command in (("status", "--once"), ("runs", "report"), ("runs", "alerts")):
+        assert NOT_ELASTIC in told(campaign, *command), command
+
+
+def test_one_that_makes_no_step_fails_at_its_end(launched):
+    campaign, code = launched("print('trained by myself')\n")
+    assert code == 1, campaign.logs()
+    (ended,) = campaign.facts(RunEnded)
+    assert ended.outcome == "failed" and ended.reason.startswith(NOT_ELASTIC)
+
+
+def test_an_unmanaged_one_is_done_and_never_said_to_be_saved(launched):
+    campaign, code = launched(TRAINS.format(steps=20), "--unmanaged")
+    screen = campaign.output()
+    assert code == 0, campaign.logs()
+    assert NOT_ELASTIC in screen and "step 0 is the last" not in screen
+    (ended,) = campaign.facts(RunEnded)
+    assert ended.outcome == "done"
+    assert "nothing is saved in the run" in ended.reason

@@ -370,6 +370,8 @@ def _quarantined(stamped: Stamped, run: AlertState) -> Symptom | None:
 def _weakened(stamped: Stamped, run: AlertState) -> Symptom | None:
     fact: Any = stamped.fact
     subject = re.sub(r"[^A-Za-z]+", " ", fact.what)[:60]  # its numbers may differ
+    if fact.what.startswith(f.NOT_ELASTIC):
+        return Symptom(f.NOT_ELASTIC, fact.what.removeprefix(f.NOT_ELASTIC).lstrip(". "), subject)
     return Symptom("a promise is weakened", f"step {fact.step}: {fact.what}", subject)
 
 

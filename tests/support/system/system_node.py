@@ -188,6 +188,9 @@ class SimPool:
     def at_work(self) -> int:
         return sum(w.at_work for w in self.all)
 
+    def unadopted(self) -> bool:
+        return False
+
     def attached(self) -> bool:
         return any(w.began for w in self.all)
 
