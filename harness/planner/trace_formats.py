@@ -97,7 +97,7 @@ def read(text: str, name: str, asked: TraceAsked | None = None, zone: str = "") 
             break
     else:
         raise BadInput(
-            f"{name}: wanted a trace in one of the formats of docs/design/MARKETS.md, found a first line "
+            f"{name}: wanted a trace in a format of docs/design/MARKETS.md, found a first line "
             f"that is none of them: {first[:80]!r}"
         )
     for one in found:

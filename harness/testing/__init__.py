@@ -1,8 +1,8 @@
 """Fakes and contracts for authors of policies, clouds and notice sources.
 
 For stores see `storage.testing`. Contracts are test classes: inherit one, give it a fixture, and
-pytest runs the tests that our own parts pass. docs/design/EXTENDING.md shows each. They need pytest (`pip
-install spotharness[testing]`); the fakes do not. Nothing is imported before it is used.
+pytest runs the tests that our own parts pass. docs/design/EXTENDING.md shows each. They need pytest
+(`pip install spotharness[testing]`); the fakes do not. Nothing is imported before it is used.
 """
 
 from __future__ import annotations
