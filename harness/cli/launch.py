@@ -450,7 +450,8 @@ def launch(flags: LaunchFlags) -> int:
         console.print(f"This run was stopped earlier ({before.reason}); going on.")
         store.delete(STOP_KEY)
     console.print(
-        f"run     {url}\nwatch   harness status {url}\nstop    harness stop {url}",
+        f"run     {url}\nwatch   harness status {url}\nlogs    harness logs {url}\n"
+        f"stop    harness stop {url}",
         highlight=False,
         soft_wrap=True,
     )

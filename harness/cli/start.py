@@ -120,7 +120,7 @@ def init(flags: InitFlags) -> int:
     if folder.resolve() != Path.cwd():
         print(f"  cd {folder}")
     print("  harness launch train.yaml --cloud local --nodes 1:2 --run runs/first")
-    print("  harness runs report runs/first")
+    print("  harness logs runs/first")
     print("  harness launch train.yaml --cloud sky --run s3://my-bucket/runs/first --dry-run")
     return 0
 

@@ -33,7 +33,8 @@ STEPS_KEPT = 64
 
 
 _EVENTS = (
-    *(f.AgentEnded, f.AttemptDoubted, f.AttemptUp, f.DrainVerdict, f.EpochLeft, f.EpochStarted),
+    *(f.AgentEnded, f.AgentStarted, f.AttemptDoubted, f.AttemptUp, f.DrainVerdict, f.EpochLeft),
+    f.EpochStarted,
     *(f.GraceSpent, f.GuardTripped, f.HealthSeen, f.NodeBilled, f.NodeFound, f.NoticeAcknowledged),
     *(f.NoticeCancelled, f.NoticeSeen, f.RunAsked, f.RunEnded, f.SessionStarted, f.SetupChanged),
     *(f.SnapshotCommitted, f.SnapshotFailed, f.SnapshotQuarantined, f.Warned, f.WorkerFailed),
@@ -208,6 +209,7 @@ class RunState:
     worlds: dict[int, TrainingWorld] = field(default_factory=dict)
     # (epoch, step): the newest few
     steps: dict[tuple[int, int], f.StepDone] = field(default_factory=dict)
+    reached: dict[int, int] = field(default_factory=dict)  # generation -> its last step
     validated: tuple[tuple[int, int], dict[str, float]] | None = None
     snapshot: tuple[tuple[int, int], f.SnapshotCommitted] | None = None
     snapshots: list[tuple[float, f.SnapshotCommitted]] = field(default_factory=list)
@@ -243,6 +245,7 @@ class RunState:
         match fact:
             case f.StepDone():
                 self.steps[fact.epoch, fact.step] = fact
+                self.reached[fact.epoch] = max(self.reached.get(fact.epoch, 0), fact.step)
                 if len(self.steps) > 2 * STEPS_KEPT:
                     self.steps = {key: self.steps[key] for key in sorted(self.steps)[-STEPS_KEPT:]}
             case f.RunAsked():
@@ -371,6 +374,22 @@ class RunState:
         """The newest generation."""
         known = (n for n, world in self.worlds.items() if world.begun or world.session)
         return max(max(known, default=0), max(self.steps, default=(0, 0))[0])
+
+    @property
+    def simulated(self) -> bool:
+        """True if the run's cloud is the local one, whose notices and prices are made up."""
+        return self.asked is not None and bool(self.asked[1].market)
+
+    def lost_before(self, epoch: int) -> int:
+        """Return how many steps that were done before this generation it has to do again, as far
+        as they were recorded live."""
+        earlier = [world for n, world in self.worlds.items() if n < epoch and world.session]
+        before = max(earlier, key=lambda world: world.number, default=None)
+        world = self.worlds.get(epoch)
+        if before is None or world is None or world.session is None:
+            return 0
+        reached = max(self.reached.get(before.number, 0), before.resumed_step)
+        return max(0, reached - world.resumed_step)
 
     @property
     def session(self) -> f.SessionStarted | None:

@@ -4,6 +4,7 @@ lines elsewhere."""
 import io
 import json
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from harness.look.reports.live_view import (
     decision_line,
     describe,
     follow,
+    number_rows,
     progress_line,
     render,
     split_line,
@@ -121,7 +123,7 @@ def test_a_snapshot_whose_writer_died_unheard_is_known_from_the_resume():
         )
     )
     assert state.committed == (47, None)
-    assert "snapshot step 47" in progress_line(state, T0 + 92)
+    assert ("snapshot", "step 47") in number_rows(state, T0 + 92)
 
 
 def test_money_is_that_of_the_bills():
@@ -230,7 +232,7 @@ def test_dollars_per_million_tokens_are_of_the_steps_that_count():
     state, now = state_at(1e6), STORY.t
     wanted = state.spent(now)[0] / (TOTAL * 64 * 128) * 1e6
     assert state.usd_per_million_tokens(now) == pytest.approx(wanted)
-    assert f"per M tokens ${wanted:.3f}" in progress_line(state, now)
+    assert ("per M tokens", f"${wanted:.3f}") in number_rows(state, now)
     assert RunState().usd_per_million_tokens(now) is None
 
 
@@ -245,7 +247,7 @@ def test_alerts_that_fire_are_shown_the_worst_last():
     view.read()
     assert [a.rule for a in view.firing()] == ["notice-seen", "gpu-health"]
     view.console.print(view.screen())
-    assert "xid 79" in out.getvalue() and "info node m1 will be taken" in out.getvalue()
+    assert "xid 79" in out.getvalue() and "info node m1 will be preempted" in out.getvalue()
     clock.t += 10_000
     assert view.firing() == []
 
@@ -318,15 +320,24 @@ def test_without_a_terminal_it_is_plain_lines():
     assert any("node 1: preempted (killed)" in line for line in lines)
     assert not any("no-capacity" in line or "asking" in line for line in lines)
     assert any(
-        "waiting for capacity  step 75/120" in line and "refused 2 times" in line for line in lines
+        "waiting for capacity  step 75/120" in line and "no capacity 2 times" in line for line in lines
     )
-    assert any("epoch 2 (grow): 3 ranks on 3 nodes (1 2 4)" in line for line in lines)
+    assert any("generation 2 (grow): 3 ranks on 3 nodes (1 2 4)" in line for line in lines)
     progress = [line for line in lines if f"/{TOTAL}" in line]
     assert 15 < len(progress) < 80  # every few seconds
     assert any(
-        "world 3 × 6" in line and "tokens/s" in line and "MFU 31.0 %" in line and "spent $" in line
+        "loss" in line and "tokens/s" in line and "left" in line for line in progress
+    )
+    assert any(
+        "loss" in line and "spent $" in line and "simulated" in line
         for line in progress
     )
+    assert max(map(len, lines)) <= 80
+    stamps = [line[:8] for line in lines if not re.search(r"  step \d", line)]
+    assert stamps == sorted(stamps), "events are told in the order of their times"
+    resumed = [line for line in lines if "resumed from step" in line]
+    assert any(" 0 steps lost" in line for line in resumed)
+    assert any(re.search(r"[1-9]\d* steps? lost", line) for line in resumed)
 
 
 def test_on_a_terminal_it_draws_and_leaves_the_last_picture():
@@ -482,5 +493,5 @@ def test_an_interval_is_said_as_long_as_it_holds():
     ref, last = state.snapshot
     state.snapshot = ref, replace(last, interval_s=10.0)
     _, taken_s = state.committed
-    assert "(19 s ago, every 10 s)" in progress_line(state, taken_s + 19)
-    assert "(21 s ago)" in progress_line(state, taken_s + 21)
+    assert "(19 s ago, every 10 s)" in dict(number_rows(state, taken_s + 19))["snapshot"]
+    assert "(21 s ago)" in dict(number_rows(state, taken_s + 21))["snapshot"]

@@ -6,7 +6,7 @@ import pytest
 
 from harness.core import facts as f
 from harness.ledger.run_state import RunState
-from harness.look.reports.live_view import decision_line, progress_line, status
+from harness.look.reports.live_view import decision_line, number_rows, status
 from harness.look.reports.outlook import ChosenWaits, RunOutlook, interval_words, wait_words
 from harness.look.reports.report import headline, to_json
 from harness.look.reports.report_rows import snapshot_rows
@@ -44,7 +44,7 @@ def state(deadline_s=T + 7200.0, done=50, total=100, step_s=36.0):
 def test_a_deadline_beside_what_the_speed_promises(deadline_s, words, spare_s):
     found = RunOutlook.of(state(deadline_s), T)
     assert found.words(T) == words and found.spare_s == spare_s
-    assert ("deadline " + words in progress_line(state(deadline_s), T)) is bool(words)
+    assert dict(number_rows(state(deadline_s), T)).get("deadline", "") == words
 
 
 def test_of_a_run_that_never_trained_only_the_deadline_is_known():

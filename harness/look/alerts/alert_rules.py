@@ -247,8 +247,8 @@ def _who(run: AlertState, member: str) -> str:
 def _notice(stamped: Stamped, run: AlertState) -> Symptom | None:
     fact: Any = stamped.fact
     until = "" if fact.deadline_s is None else f" at {clock(fact.deadline_s)}"
-    kind = {"soft": "may be taken", "maintenance": "goes into maintenance"}
-    verb = kind.get(fact.notice, "will be taken")
+    kind = {"soft": "may be preempted", "maintenance": "goes into maintenance"}
+    verb = kind.get(fact.notice, "will be preempted")
     who = _who(run, fact.member)
     return Symptom(f"{who} {verb}", f"{fact.notice} notice from {fact.source}{until}", fact.member)
 
@@ -287,7 +287,7 @@ def _worker(stamped: Stamped, run: AlertState) -> Symptom | None:
         case f.EpochLeft(epoch, member, "failed" | "killed"):
             world = run.live.worlds[epoch]
             mine = [w for w in world.failures if w.member == member]
-            who = f"{_who(run, member)}, epoch {epoch}"
+            who = f"{_who(run, member)}, generation {epoch}"
             if mine:
                 return Symptom(
                     f"rank {mine[0].rank} failed", f"{who}: {mine[0].error}: {mine[0].message}"
@@ -299,10 +299,10 @@ def _worker(stamped: Stamped, run: AlertState) -> Symptom | None:
 def _crash_loop(stamped: Stamped, run: AlertState) -> Symptom | None:
     if len(run.broken) < 3:
         return None
-    epochs = ", ".join(map(str, run.broken[-5:]))
+    numbers = ", ".join(map(str, run.broken[-5:]))
     step = run.live.committed[0]
-    text = f"epochs {epochs} broke one after the other, and nothing was committed after step {step}"
-    return Symptom(f"{len(run.broken)} epochs broke without a new snapshot", text)
+    text = f"generations {numbers} broke in a row; nothing was committed after step {step}"
+    return Symptom(f"{len(run.broken)} generations broke without a new snapshot", text)
 
 
 def _node_lost(stamped: Stamped, run: AlertState) -> Iterator[Symptom]:
@@ -318,7 +318,7 @@ def _node_lost(stamped: Stamped, run: AlertState) -> Iterator[Symptom]:
             before = max(earlier, key=lambda w: w.number, default=None)
             old = before.begun.members if before and before.begun else ()
             left = {fact.member for _, fact in before.left} if before else set()
-            text = f"epoch {epoch} goes on with {len(members)} nodes and {world} ranks"
+            text = f"generation {epoch} goes on with {len(members)} nodes and {world} ranks"
             gone = [m for m in old if m not in members and m not in left]
             for name in sorted({run.live.attempt_of.get(m, m) for m in gone}):
                 yield Symptom(f"node {name} is lost", text, name)
@@ -364,7 +364,8 @@ def _snapshot_failed(stamped: Stamped, run: AlertState) -> Symptom | None:
 
 def _quarantined(stamped: Stamped, run: AlertState) -> Symptom | None:
     fact: Any = stamped.fact
-    return Symptom(f"snapshot of step {fact.step} is not used", f"epoch {fact.epoch}: {fact.why}")
+    text = f"generation {fact.epoch}: {fact.why}"
+    return Symptom(f"snapshot of step {fact.step} is not used", text)
 
 
 def _weakened(stamped: Stamped, run: AlertState) -> Symptom | None:
@@ -381,7 +382,7 @@ def _setup(stamped: Stamped, run: AlertState) -> Symptom | None:
         return None
     said = [f"{c.get('name', '?')}: {c.get('was', '')} -> {c.get('now', '')}" for c in fact.changes]
     text = "; ".join(said) + (f"; and {fact.more} more" if fact.more else "")
-    return Symptom(f"the run's setup changed ({fact.action})", f"epoch {fact.epoch}: {text}")
+    return Symptom(f"the run's setup changed ({fact.action})", f"generation {fact.epoch}: {text}")
 
 
 def _helper(stamped: Stamped, run: AlertState) -> Symptom | None:

@@ -28,7 +28,7 @@ from harness.core import facts as f
 from harness.core.facts import Stamped, Unreadable
 from harness.core.formatting import clock, duration, money, nbytes, number_text, percent, plural
 from harness.core.setup_record import HARDWARE
-from harness.ledger.run_state import RunState
+from harness.ledger.run_state import RunState, noteworthy
 from harness.look.alerts.alert_evaluator import AlertWatch
 from harness.look.alerts.alert_log import SEVERITIES, Alert
 from harness.look.reports.outlook import (
@@ -47,6 +47,10 @@ from storage.terminal_text import plain
 # The events and the numbers of a live run as text.
 
 
+CLOUDS = ("aws", "gcp", "azure")
+NOTICES = {"kill": "preemption notice", "soft": "early warning of preemption"}
+
+
 # ---- events --------------------------------------------------------------------------------------
 def describe(fact: f.Fact, state: RunState) -> tuple[str, str] | None:
     """Return the style and the text of one event, or `None` if it is not worth a line."""
@@ -56,13 +60,15 @@ def describe(fact: f.Fact, state: RunState) -> tuple[str, str] | None:
 def _of_nodes(fact: f.Fact, state: RunState) -> tuple[str, str] | None:
     match fact:
         case f.RunAsked(task, low, high, policy):
-            return "bold", f"launch {task} on {low} to {high} nodes, policy {policy}"
+            where = ", simulated cloud" if state.simulated else ""
+            return "bold", f"launch {task}: {low} to {high} nodes, policy {policy}{where}"
         # requests and refusals are no events: in an outage there would be nothing else
         case f.AttemptUp(attempt):
             node = state.nodes.get(str(attempt))
-            return "cyan", f"node {attempt} is up" + (
-                f" on {node.place}" if node and node.place else ""
-            )
+            place = f" on {node.place}" if node and node.place else ""
+            return "cyan", f"node {attempt} is up{place}{_refused_before(state, attempt)}"
+        case f.AgentStarted(member):
+            return "", f"{_who(state, member)}: its agent has started, and imports torch"
         case f.AttemptEnded() if fact.end != "no-capacity":
             style = {"finished": "green", "drained": "", "terminated": ""}.get(fact.end, "red")
             return style, f"node {fact.attempt}: {fact.end}" + (
@@ -77,8 +83,10 @@ def _of_nodes(fact: f.Fact, state: RunState) -> tuple[str, str] | None:
             lived = "is still there" if gone_s is None else f"lived {duration(gone_s - launched_s)}"
             return "", f"{_who(state, member)}: by SkyPilot's bill it {lived}"
         case f.NoticeSeen(member, source, kind, _, deadline):
-            until = "" if deadline is None else f", deadline {clock(deadline)[11:]}"
-            return "yellow", f"{_who(state, member)}: {kind} notice from {source}{until}"
+            until = "" if deadline is None else f", gone at {clock(deadline)[11:]}"
+            cloud = "simulated " if state.simulated and source in CLOUDS else ""
+            what = NOTICES.get(kind, f"{kind} notice")
+            return "yellow", f"{_who(state, member)}: {what} from {cloud}{source}{until}"
         case f.NoticeAcknowledged(member, _, heard):
             told = "was told" if heard else "could not be told"
             return "", f"{_who(state, member)}: the cloud {told} that it has gone"
@@ -86,7 +94,7 @@ def _of_nodes(fact: f.Fact, state: RunState) -> tuple[str, str] | None:
             return (
                 "",
                 f"node {attempt}: "
-                + ("may not stay; another one is looked for" if doubted else "stays after all"),
+                + ("to be preempted, a replacement is wanted" if doubted else "stays after all"),
             )
         case f.NoticeCancelled(member):
             return "", f"{_who(state, member)}: notice cancelled"
@@ -108,17 +116,18 @@ def _of_training(fact: f.Fact, state: RunState) -> tuple[str, str] | None:
             names = " ".join(state.attempt_of.get(m, m) for m in members)
             return (
                 "bold",
-                f"epoch {epoch} ({reason}): {plural(world, 'rank')} on "
+                f"generation {epoch} ({reason}): {plural(world, 'rank')} on "
                 f"{plural(len(members), 'node')} ({names})",
             )
         case f.SessionStarted():
-            accumulation = f", accumulation {max(fact.shares)}" if fact.shares else ""
-            verb = (
-                f"resumed from step {fact.resumed_step} in {duration(fact.restore_s)}"
-                if fact.resumed_step
-                else "training from step 0"
-            )
-            return "green", f"epoch {fact.epoch}: {verb}{accumulation}"
+            lost = state.lost_before(fact.epoch)
+            if not fact.resumed_step and not lost:
+                batch = f", global batch {fact.global_batch}" if fact.global_batch else ""
+                batch += f" = {sum(fact.shares)} × {fact.micro_batch}" if fact.shares else ""
+                return "green", f"generation {fact.epoch}: training from step 0{batch}"
+            verb = f"resumed from step {fact.resumed_step} in {duration(fact.restore_s)}"
+            style = "red" if lost else "green"
+            return style, f"generation {fact.epoch}: {verb}, {plural(lost, 'step')} lost"
         case f.SetupChanged(epoch, _, action, changes) if any(
             row.get("level") != HARDWARE for row in changes
         ):
@@ -126,7 +135,7 @@ def _of_training(fact: f.Fact, state: RunState) -> tuple[str, str] | None:
             more = ", ..." if len(changes) > 4 else ""
             return (
                 "red" if action == "refused" else "yellow",
-                f"epoch {epoch}: set up otherwise than the run began, {action}: {names}{more}",
+                f"generation {epoch}: set up otherwise than at first, {action}: {names}{more}",
             )
         case f.EpochLeft(epoch, member, why) if why not in ("resize", "finished"):
             return "red" if why in (
@@ -135,7 +144,9 @@ def _of_training(fact: f.Fact, state: RunState) -> tuple[str, str] | None:
                 "hung",
                 "unfit",
                 "peer-lost",
-            ) else "", f"{_who(state, member)} left epoch {epoch}: {why}"
+            ) else "", f"{_who(state, member)} left generation {epoch}: {why}"
+        case f.WorkerFailed(error="PeerLost"):
+            return "red", f"rank {fact.rank} on {_who(state, fact.member)} lost its peer"
         case f.WorkerFailed():
             return (
                 "red",
@@ -149,7 +160,7 @@ def _of_training(fact: f.Fact, state: RunState) -> tuple[str, str] | None:
         case f.DrainVerdict() if fact.rank == 0 or not fact.committed:
             return _of_drain(fact, state)
         case f.Warned(step, _, what):
-            return "yellow", f"step {step}: {what}"
+            return "yellow", what if what.startswith(f.NOT_ELASTIC) else f"step {step}: {what}"
         case f.SnapshotCommitted():
             return (
                 "blue",
@@ -185,15 +196,58 @@ def _who(state: RunState, member: str) -> str:
     return f"node {state.attempt_of.get(member, member)}"
 
 
+def _refused_before(state: RunState, attempt: int) -> str:
+    """Return which attempts just before this one found no capacity, so that the numbers of nodes
+    can be followed; "" if none."""
+    first = attempt
+    while (n := state.nodes.get(str(first - 1))) and n.ended and n.ended.end == "no-capacity":
+        first -= 1
+    numbers = str(first) if first == attempt - 1 else f"{first}-{attempt - 1}"
+    return f"; {numbers}: no capacity" if first < attempt else ""
+
+
 # ---- numbers -------------------------------------------------------------------------------------
 about = whole_seconds  # live numbers are rounded to whole units
+STAMP = "12:34:56  "  # the width of the time before a line
+COLUMNS = 80  # of a line of plain output
+# numbers that a line of plain output shows first
+FIRST = ("no capacity", "loss", "left", "deadline", "tokens/s", "samples/s", "spent", "world")
 
 
-def progress_line(state: RunState, now: float) -> str:
-    """Return everything that the header shows in one line of plain text."""
-    parts = [state.run_state, f"step {state.step:,}" + (f"/{state.total:,}" if state.total else "")]
-    parts += [f"{name} {value}" for name, value in number_rows(state, now)]
-    return plain("  ".join(parts))
+def progress_line(state: RunState, now: float, columns: int = COLUMNS - len(STAMP)) -> str:
+    """Return the state and the numbers of the header that fit into one line of plain text, the
+    most important ones first, without what stands in brackets."""
+    line = waits_for(state) or state.run_state
+    line += f"  step {state.step:,}" + (f"/{state.total:,}" if state.total else "")
+    rows = number_rows(state, now)
+    rows.sort(key=lambda row: FIRST.index(row[0]) if row[0] in FIRST else len(FIRST))
+    for name, value in rows:
+        part = f"  {name} {value.partition(' (')[0]}"
+        line += part if len(line) + len(part) <= columns else ""
+    return fitted(line, columns)
+
+
+def fitted(text: str, columns: int) -> str:
+    """Return `text` as plain text of at most so many columns, with an ellipsis if it is cut."""
+    shown = plain(text)
+    return shown if len(shown) <= columns else shown[: columns - 1].rstrip() + "…"
+
+
+def waits_for(state: RunState) -> str:
+    """Return what a run waits for that does not train; "" if it trains, or is over."""
+    if state.over or (state.training() and state.begun):
+        return ""
+    if state.training():
+        return f"generation {state.epoch}: waiting for the script"
+    alive = [n for n in state.nodes.values() if n.alive]
+    here = [n for n in alive if n.member]
+    if here and not state.epoch:
+        return f"waiting for imports on node {here[0].name}"
+    if here:
+        return "waiting for a new generation"
+    if up := [n for n in alive if n.up_s is not None]:
+        return f"waiting for the agent of node {up[0].name}"
+    return f"waiting for node {alive[0].name}" if alive else "waiting for capacity"
 
 
 def number_rows(state: RunState, now: float) -> list[tuple[str, str]]:
@@ -227,13 +281,14 @@ def number_rows(state: RunState, now: float) -> list[tuple[str, str]]:
             age = age[:-1] + f", every {about(every_s)})"
         found.append(("snapshot", f"step {committed:,}{age}"))
     if state.refused and not state.training():
-        found.append(("refused", f"{state.refused} times"))
+        found.append(("no capacity", plural(state.refused, "time")))
     paid, on_demand = state.spent(now)
     if paid:
         found.append(
             (
                 "spent",
                 money(paid)
+                + (" simulated" if state.simulated else "")
                 + (f" ({percent(1 - paid / on_demand)} saved)" if on_demand > paid else ""),
             )
         )
@@ -277,6 +332,8 @@ EVENTS_SHOWN = 6
 ALERTS_SHOWN = 4
 ALERT_STYLES = {"critical": "red", "warning": "yellow", "info": "cyan"}
 PROGRESS_EVERY_S = 5.0  # between progress lines of plain output
+# writers flush at their own pace: lines wait for so long, and are told by the time of their events
+HOLD_S = 2.5
 MOST_SEGMENTS = 6  # read by one poll; with its other requests, ten requests in all
 
 
@@ -364,7 +421,7 @@ def _node_table(state: RunState, now: float) -> Table:
         place = (
             ""
             if ranks is None
-            else f"epoch {state.epoch} rank {ranks.start}"
+            else f"generation {state.epoch} rank {ranks.start}"
             + (f"–{ranks.stop - 1}" if len(ranks) > 1 else "")
         )
         up = about(n.bill(now).seconds) if n.bill(now).seconds else ""
@@ -404,6 +461,7 @@ class LiveView:
     _follower: Follower = field(init=False)
     _lease: LeaseWatch = field(init=False)
     _live: Live | None = None
+    _held: list[Stamped] = field(default_factory=list)  # events whose time to be printed comes
     _printed_s: float = -math.inf
     _line: str = ""
     _answered_s: float | None = None
@@ -466,8 +524,14 @@ class LiveView:
             self._live.start()
         self._live.update(self.screen(), refresh=True)
 
-    def _print(self, fresh: Iterable[Stamped]) -> None:
-        told = [(s.t, told[1]) for s in fresh if (told := describe(s.fact, self.state))]
+    def _print(self, fresh: Iterable[Stamped], everything: bool = False) -> None:
+        now = self.now()
+        events = [s for s in fresh if noteworthy(s.fact)]
+        self._held = sorted([*self._held, *events], key=lambda s: s.t)
+        due_s = math.inf if self._first or self.state.over or everything else now - HOLD_S
+        due = [s for s in self._held if s.t <= due_s]
+        del self._held[: len(due)]
+        told = [(s.t, told[1]) for s in due if (told := describe(s.fact, self.state))]
         if self._first and len(told) > 2 * EVENTS_SHOWN:  # history, which the report shows
             self._say(f"... {plural(len(told) - EVENTS_SHOWN, 'earlier event')}")
             told = told[-EVENTS_SHOWN:]
@@ -475,11 +539,11 @@ class LiveView:
             self._say(plain(unread_text(self.state.unread)))
             self._unread_told = True
         for t, text in told:
-            self._say(f"{clock(t)[11:]}  {plain(text)}")
-        now = self.now()
+            self._say(f"{clock(t)[11:]}  {fitted(text, COLUMNS - len(STAMP))}")
         line = progress_line(self.state, now)
         if (
-            now - self._printed_s >= PROGRESS_EVERY_S
+            not self._held  # what happened before is told first
+            and now - self._printed_s >= PROGRESS_EVERY_S
             and line != self._line
             and self.state.last_s > 0
         ):
@@ -490,7 +554,9 @@ class LiveView:
         self.console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the last picture on the screen."""
+        """Leave the last picture on the screen, or print the lines that were held."""
+        if self._held:
+            self._print((), everything=True)
         if self._live is not None:
             self._live.update(self.screen(), refresh=True)
             self._live.stop()
