@@ -634,6 +634,7 @@ class Agent:
             }
             now = self._host.monotonic()
             self._past.settle_until_s = now + self._settle_s()
+            self._lines.renew()
             self._say_ready(now)
             self._workers.warm_up()
             self._due.at_once("tick")

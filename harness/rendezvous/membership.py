@@ -78,6 +78,9 @@ class PeerHeartbeats(Protocol):
         """Return the followed members whose lines are up both ways; None: there are no lines."""
         return None
 
+    def renew(self) -> None:
+        """Replace lines that are up by new ones, to prove that members can still be reached."""
+
     def knocked(self) -> bool:
         """Return whether a stranger has called since the last call of this method."""
 

@@ -82,6 +82,12 @@ class PeerConnections:
         if something:
             self._ring()
 
+    def renew(self) -> None:
+        """Replace lines that are up by new ones. See `HeartbeatProtocol.renew`."""
+        with self._lock:
+            self._protocol.renew(time.monotonic())
+        self._ring()
+
     def share(self, name: str, record: bytes) -> None:
         """Pass a member's record from the bucket on if it is news."""
         with self._lock:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from harness.rendezvous.gossip import Gossip, GossipReport, Grade, Relays, subject, without_key
@@ -111,6 +111,7 @@ class _Line:
     number: str = ""  # our number; "": none is needed, or the callee's has been received
     answer: str = ""  # its expected first line, which proves that it knows the key
     greeted: bool = False
+    renewed: bool = False  # the last one that was up was closed by `renew`
     last_s: float = 0.0  # when we last received something, or began to connect
     retry_s: float = 0.0
 
@@ -187,6 +188,17 @@ class HeartbeatProtocol:
             for name, door in doors.items():
                 if name not in self._lines:
                     self._dial(self._lines.setdefault(name, _Line(name, door)), now)
+
+    def renew(self, now: float) -> None:
+        """Replace each line that is up by a new one: an open connection does not prove that new
+        ones can be made, and training makes some. Until it is up, a refusal is no death: the
+        member was there a moment ago."""
+        for line in self._lines.values():
+            if line.heard.up:
+                self._hang_up(line, now, ours=True)
+                self._learn(line, replace(line.heard, up=False))
+                line.renewed, line.greeted = True, False
+                self._dial(line, now)
 
     @property
     def wanted(self) -> dict[str, Door]:
@@ -336,9 +348,8 @@ class HeartbeatProtocol:
             if old is not caller and old.introduced and old.name == name:  # its previous line
                 self._send_away(other)
         self._greet(conn, caller, shaken)
-        if name not in self._lines:
-            self._knocks.stranger = True
-            self._acts.append(Heed())
+        self._knocks.stranger |= name not in self._lines
+        self._acts.append(Heed())
 
     def _once(self, conn: int) -> str:
         """Return a number that we never sent before, and that cannot be guessed without our key:
@@ -409,7 +420,7 @@ class HeartbeatProtocol:
         if line.heard.seen and (silent or not line.greeted):
             grade = Grade.REFUSED if refused else Grade.SILENT
             self._pass_on(self._gossip.doubt(line.name, grade, now), now)
-        line.greeted = False
+        line.greeted, refused = False, refused and not line.renewed
         self._learn(line, PeerStatus(False, refused, line.heard.record, line.heard.seen))
 
     def _learn(self, line: _Line, heard: PeerStatus) -> None:
@@ -438,7 +449,7 @@ class HeartbeatProtocol:
             if not proofs_equal(whole.pop(0).decode(errors="replace"), line.answer):
                 self._hang_up(line, now, refused=True)
                 return
-            line.greeted = True
+            line.greeted, line.renewed = True, False
             self._gossip.clear(line.name)
         if line.greeted:
             own: list[bytes] = []

@@ -134,6 +134,25 @@ def test_a_refusal_is_no_death_of_one_that_trains_and_was_never_reached(place):
     assert epoch is not None and epoch.members == ("b",)
 
 
+def test_reach_is_proven_again_by_new_connections(place):
+    """A firewall that comes amid a run lets open connections be, and refuses new ones."""
+    a, b = place.member("a"), place.member("b")
+    assert place.form(a, b).members == ("a", "b")
+    lines = place.lines["a"]
+    lines._dial = lambda conn, address: lines._lost(conn, refused=True)
+    begun_s, epoch = place.clock.now, None
+    for m in (a, b):
+        m.say(state="ready")
+        m.lines.renew()
+    until(lambda: lines.heard("b").seen and not lines.heard("b").up)
+    while epoch is None and place.clock.now - begun_s < 20.0:
+        place.beat(a, b)
+        assert b.try_form(None) is None
+        epoch = a.try_form(None)
+    assert epoch.members == ("a",) and place.clock.now - begun_s <= REACH_S + 2.0
+    assert {m.member for m in a.members()} == {"a", "b"}  # a refusal is no death
+
+
 # ---- real agents ---------------------------------------------------------------------------------
 @pytest.mark.proof
 @pytest.mark.parametrize("answer", ["self._lost(conn, refused=True)", "None"])

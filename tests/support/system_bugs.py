@@ -28,6 +28,7 @@ from harness.look.trackers.trackers import Publisher
 from harness.node.marks import Mark, Want
 from harness.notices.notice import Noticed
 from harness.rendezvous.membership import Membership
+from harness.rendezvous.peer_heartbeats import HeartbeatProtocol
 from harness.rendezvous.reach import Reach
 from harness.rendezvous.rendezvous import Rendezvous
 from harness.uploader.liveness import UploaderWatch
@@ -639,20 +640,14 @@ BUGS: dict[str, Bug] = {
         "greatest step", B(restore=EmptyIsFresh), kinds=("unseen", "power-loss"), many=20
     ),
     "the newest by its step": Bug(
-        "life|greatest step",
-        B(restore=NewestByStep, fence=no_fence),
-        setting=EAGER,
-        faults=LATE,
+        "life|greatest step", B(restore=NewestByStep, fence=no_fence), setting=EAGER, faults=LATE
     ),
     "prunes what is ahead": Bug(
         "greatest step", B(snapshots=PrunesWhatIsAhead, fence=no_fence), setting=EAGER, faults=LATE
     ),
     # agents
     "never looks up": Bug(
-        "fenced|members|life|nothing lost",
-        B(agent=Unfenced),
-        kinds=("cut", "pause-node"),
-        setting=LOOSE,
+        "fenced|members|life|nothing lost", B(agent=Unfenced), kinds=("cut", "pause-node"), setting=LOOSE
     ),
     "tidy agent": Bug("evidence", B(agent=TidyAgent), kinds=LOSSES),
     "trains where it is not named": Bug(
@@ -667,10 +662,7 @@ BUGS: dict[str, Bug] = {
         "write once", patches=((Rendezvous, "try_form", stealing),), kinds=LOSSES
     ),
     "nobody ever dies": Bug(
-        "life",
-        patches=((Membership, "_judge", hears_nobody_die),),
-        kinds=("power-loss",),
-        many=1,
+        "life", patches=((Membership, "_judge", hears_nobody_die),), kinds=("power-loss",), many=1,
         setting=PAIR,
     ),
     "never finds a hang": Bug(
@@ -757,6 +749,12 @@ BUGS: dict[str, Bug] = {
         patches=((Reach, "sort_out", everybody),),
         setting=LOOSE,
         faults=(Fault(60.0, "walled", 0, 0, 60.0), Fault(61.0, "power-loss")),
+    ),
+    "takes an open line for a proof of new ones": Bug(
+        "silence|life",
+        patches=((HeartbeatProtocol, "renew", lambda *_: None),),
+        setting=LOOSE,
+        faults=(Fault(60.0, "wall", 1, 0, 200.0), Fault(70.0, "kill-worker", 0, 0)),
     ),
     "a signal's grace never ends": Bug(
         "silence",

@@ -147,6 +147,8 @@ KINDS = {
 }
 # not drawn for every world: who comes while nobody of the run lives takes it over, by design
 OTHER_VERSION = Kind("a person starts a node of another version of this code in the run")
+WALL = Kind("no other node can make a new connection to this one; those that stand go on")
+UNDRAWN = {"other-version": OTHER_VERSION, "wall": WALL}
 SPREAD = 15.0  # most faults a minute
 DEATHS = ("power-loss", "crash-agent", "kill-worker")  # in a third of worlds, beside what it has
 # what should keep nobody from anything: neither the node that it befalls, nor others
@@ -168,7 +170,7 @@ class Fault:
 
     def __str__(self) -> str:
         lasts = f" for {self.lasts_s:.1f} s" if self.lasts_s else ""
-        what = KINDS.get(self.kind, OTHER_VERSION).what
+        what = {**KINDS, **UNDRAWN}[self.kind].what
         return f"{self.at_s:7.1f} s  {self.kind} (node {self.who}){lasts}: {what}"
 
 

@@ -54,6 +54,10 @@ class SimulatedHeartbeats(PeerHeartbeats):
         self.protocol.follow(members, self.now(), passing)
         self.act()
 
+    def renew(self) -> None:
+        self.protocol.renew(self.now())
+        self.act()
+
     def share(self, name: str, record: bytes) -> None:
         self.protocol.share(name, record, self.now())
         self.act()
@@ -110,7 +114,8 @@ class SimulatedNet:
 
     def dials(self, a: SimNode, b: SimNode) -> bool:
         """Can `a` make a connection to `b`?"""
-        return self.connected(a, b) and (a is b or not b.walled)
+        open_to_new = a is b or not (b.walled or self.trouble.reigns("wall", b))
+        return self.connected(a, b) and open_to_new
 
 
 @dataclass
