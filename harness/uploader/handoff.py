@@ -336,11 +336,11 @@ def _inode(path: Path) -> int:
 
 class UploaderClient:
     """The courier that hands snapshots to this node's uploader process. If that dies, unfinished
-    and later snapshots are sent by `fallback`."""
+    snapshots are sent by `fallback`, and so are later ones until there is a new uploader."""
 
     def __init__(self, folder: Path, epoch: int, local_rank: int, fallback: InProcessSender):
-        self._epoch, self._rank, self._fallback = epoch, local_rank, fallback
-        self._slots: list[_Slot] = []
+        self._folder, self._fallback, self._slots = folder, fallback, list[_Slot]()
+        self._mine: dict[str, Any] = {"rank": local_rank, "epoch": epoch}
         self._pending: dict[Ref, tuple[UploadJob, Segment, Done]] = {}
         self._lock, self._reserving = threading.Lock(), threading.Lock()
         self._freed = threading.Condition()
@@ -348,23 +348,23 @@ class UploaderClient:
 
     def segment(self, nbytes: int) -> Segment:
         with self._reserving:
+            if self._line.lost:
+                with contextlib.suppress(ConnectionError):  # there is no new uploader yet
+                    line = UploaderConnection(self._folder, 0.0, self._take_over)
+                    self._slots = []  # first: `send` must not name them to a new uploader
+                    self._line = line
             if (segment := self._free_one(nbytes)) is not None:
                 return segment
             # free segments here have another size
             unused = [str(s.segment.path) for s in self._slots if not s.busy]
             self._slots = [s for s in self._slots if s.busy]
             try:
-                answer = self._line.ask(
-                    "reserve",
-                    rank=self._rank,
-                    epoch=self._epoch,
-                    nbytes=max(1, nbytes),
-                    unused=unused,
-                )
+                need: dict[str, Any] = {"nbytes": max(1, nbytes), "unused": unused}
+                answer = self._line.ask("reserve", **self._mine, **need)
             except ConnectionError:
                 return self._fallback.segment(nbytes)
             except StageFull as e:
-                with self._freed:  # the uploader has stopped copying to nearer tiers for this
+                with self._freed:  # the uploader stops copying to nearer tiers for this
                     self._freed.wait_for(lambda: not any(s.near for s in self._slots), FREE_S)
                 if (segment := self._free_one(nbytes)) is not None:
                     return segment
@@ -391,7 +391,8 @@ class UploaderClient:
             self._freed.notify_all()
 
     def send(self, job: UploadJob, segment: Segment, done: Done) -> None:
-        slot = next((slot for slot in self._slots if slot.segment is segment), None)
+        line, slots = self._line, self._slots
+        slot = next((slot for slot in slots if slot.segment is segment), None)
         if slot is None:
             self._fallback.send(job, segment, done)
             return
@@ -412,7 +413,7 @@ class UploaderClient:
         with self._lock:
             self._pending[job.ref] = job, segment, sent_from_here
         try:
-            self._line.send(job, str(segment.path), landed, free)
+            line.send(job, str(segment.path), landed, free)
         except OSError:
             # The uploader died. If it already had our job, `_take_over` has run, and a second call
             # does nothing.
@@ -570,9 +571,8 @@ class UploadServer:
                 time.sleep(DEAF_S)
             else:
                 if self._places.acquire(blocking=False):
-                    threading.Thread(
-                        target=self._talk, args=(connection, caller), daemon=True
-                    ).start()
+                    words = connection, caller
+                    threading.Thread(target=self._talk, args=words, daemon=True).start()
                 else:
                     connection.close()
 

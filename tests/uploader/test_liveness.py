@@ -65,8 +65,10 @@ def test_a_stopped_uploader_is_killed_and_its_jobs_are_sent(tmp_path, monkeypatc
         assert told.wait().state == "committed"
         assert uploads.busy() == 0 and uploads.look(time.monotonic()) == []
         uploads.ensure()  # the first time at once
-        other = client(uploads.folder, run)
-        other.send(job(R2), other.segment(4000), told)
+        worlds.until(lambda: (uploads.folder / liveness.HEARTBEAT).exists(), within_s=WAIT_S)
+        again = remote.segment(4000)  # its client goes to the new one
+        assert again is not segment and again.path.parent == uploads.folder
+        remote.send(job(R2), again, told)
         assert told.wait(2).state == "committed" and uploads._process is not first
         assert first.wait(WAIT_S) == -signal.SIGKILL
         uploads._process.kill()  # an end by itself is told as well, and the next start waits
