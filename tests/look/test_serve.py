@@ -1,5 +1,6 @@
 """`harness runs serve`: all runs of a folder over HTTP on loopback, read only, within bounds."""
 
+import contextlib
 import http.client
 import json
 import threading
@@ -81,13 +82,8 @@ def folder(objects, count):
     return RunsFolder("memory://runs", opened(objects, count), lambda: T0 + 500)
 
 
-@pytest.fixture(scope="module")
-def server(objects):
-    folder = RunsFolder("memory://runs", opened(objects, [0]), lambda: T0 + 500)
-    folder.asked()
-    folder.look()
-    for _ in range(4):
-        folder.digest()
+@contextlib.contextmanager
+def served(folder):
     server = RunsServer(folder)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -95,6 +91,17 @@ def server(objects):
     server.shutdown()
     server.server_close()
     thread.join(10.0)
+
+
+@pytest.fixture(scope="module")
+def server(objects):
+    folder = RunsFolder("memory://runs", opened(objects, [0]), lambda: T0 + 500)
+    folder.asked()
+    folder.look()
+    for _ in range(4):
+        folder.digest()
+    with served(folder) as server:
+        yield server
 
 
 def ask(server, path, method="GET", **headers):
@@ -119,6 +126,16 @@ def test_the_table_has_every_run_and_nothing_else(server):
     live = rows["live"]
     assert live["state"] == "waiting for capacity"
     assert live["decision"] == {"t": T0 + 400, "what": "wait", "reason": f"every offer is full {EVIL}"}
+
+
+def test_until_its_first_look_is_over_it_says_that_it_looks(folder):
+    with served(folder) as server:
+        for looked in (False, True):
+            body = json.loads(ask(server, "/api/runs")[1])
+            assert (body["found"], bool(body["runs"])) == (looked, looked)
+            folder.look()
+            folder.digest()
+        assert b"!body.found ? 'looking for runs here'" in ask(server, "/static/serve.js")[1]
 
 
 def test_curves_come_with_every_axis(server):
