@@ -48,7 +48,6 @@ NEWEST_S = 2.0  # between two looks for the next generation in a big world, wher
 SUSPECT_S = 3.0  # without a change for so long, members that have not left are checked
 RETELL_S = 1.0  # between two changes of whom we reach that a big world is told
 READS = 8  # objects that are read concurrently
-ODD_S = 8.0  # a generation that makes no sense is read again for so long
 COLD_S = 30.0  # a first generation waits so long for members that still import
 TURN_S = 2.0  # how long each member waits for the one before it to create the generation
 
@@ -62,10 +61,6 @@ def free_port(addr: str) -> int:
         return int(s.getsockname()[1])
 
 
-class _Older(BadObject):
-    """A whole generation, of an older protocol."""
-
-
 @dataclass
 class _Moments:
     """The times of our last actions, by our own clock."""
@@ -74,7 +69,6 @@ class _Moments:
     asked_s: float = -float("inf")  # checked whether the run is over
     newest_s: float = -float("inf")  # looked for the next generation
     reach_s: float = -float("inf")  # told whom we reach
-    odd_s: float | None = None  # since when the next generation makes no sense; None: it does
     settled_s: float | None = None  # when all had left the last generation; None: not all have
     cold_s: float | None = None  # since when members that warm up are waited for; None: none is
 
@@ -201,17 +195,8 @@ class Rendezvous:
             except NewerProtocol as e:
                 raise self._outdated(e) from e
             except ValueError as e:  # its number is in use all the same
-                if not isinstance(e, _Older) and self._is_read_again():
-                    return self._newest
                 self.others.pass_over(epoch_key(self._number + 1), e)
-            self._number, self._last.odd_s = self._number + 1, None
-
-    def _is_read_again(self) -> bool:
-        """Return whether the next generation's object, which makes no sense, is read again with the
-        next look: a store may answer with half of it for a moment."""
-        now = self._monotonic()
-        self._last.odd_s = now if self._last.odd_s is None else self._last.odd_s
-        return now - self._last.odd_s < ODD_S
+            self._number += 1
 
     def _newest_soon(self) -> Epoch:
         """Return the newest generation. In a big world the bucket is read when a member reports a
@@ -229,11 +214,11 @@ class Rendezvous:
         )
 
     def _check_older(self, found: Epoch) -> None:
-        """Raise _Older for a generation of an older protocol than this run's: nodes of an older
+        """Raise BadObject for a generation of an older protocol than this run's: nodes of an older
         version may not know that ours differs."""
         ours = decoding.PROTOCOL
         if found.protocol < ours and self._newest and self._newest.protocol == ours:
-            raise _Older(f"it is of protocol {found.protocol}, this run's epochs are of {ours}")
+            raise BadObject(f"it is of protocol {found.protocol}, this run's epochs are of {ours}")
 
     def admitted(self) -> bool:
         """Return whether we may report that we are ready. We may not while nodes with an older

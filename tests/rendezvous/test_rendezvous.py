@@ -288,29 +288,6 @@ def told(member: Member, /, **changes) -> bytes:
     return json.dumps({**asdict(member), **changes}).encode()
 
 
-def test_half_an_epoch_is_read_again(place, monkeypatch):
-    """It was passed over for good, and so was the reader's place in it."""
-    a, b = place.member("a"), place.member("b")
-    first = place.form(a, b)
-    for m in (a, b):
-        m.say(state="ready")
-    place.meet(a, b)
-    while (second := a.try_form(None)) is None:
-        place.beat(a, b)
-    whole = place.store.get
-
-    def half(key, *of):
-        data = whole(key, *of)
-        return data[: len(data) // 2] if "epochs" in key else data
-
-    monkeypatch.setattr(place.store, "get", half)
-    for _ in range(3):
-        assert b.newest() == first and b.try_form(None) is None
-        place.beat(a, b)
-    monkeypatch.undo()
-    assert b.try_form(None) == second
-
-
 @pytest.mark.parametrize("odd", ODD)
 def test_odd_objects_under_rdzv_stop_nobody(place, odd, capsys):
     """Empty, cut, of another kind, in a folder of their own: whoever wrote them, the run forms
