@@ -399,6 +399,11 @@ def _secrets(flags: LaunchFlags) -> dict[str, str]:
     return {**alerts_for_nodes(flags.alert), **key, **kept}
 
 
+def _unmanaged(flags: LaunchFlags) -> dict[str, str]:
+    """Return the variable that tells agents whether a script that nothing adopts ends the run."""
+    return {"HARNESS_MUST_ADOPT": "" if flags.unmanaged else "1"}
+
+
 def launch(flags: LaunchFlags) -> int:
     """Lead a run until it is done: launch nodes, and replace lost ones."""
     tolerate_full_logs()
@@ -407,8 +412,7 @@ def launch(flags: LaunchFlags) -> int:
     _check_skypilot(flags.cloud)
     url = normalize(flags.run or _new_run(flags.task))
     given = sky_task.pairs(flags.env, os.environ)
-    envs = {**about_launch(flags, os.environ), **given, "RUN": url}
-    envs["HARNESS_MUST_ADOPT"] = "" if flags.unmanaged else "1"
+    envs = {**about_launch(flags, os.environ), **given, "RUN": url, **_unmanaged(flags)}
     told = receivers(flags.alert, flags.alert_rules)
     _check_prometheus(flags)
     task = with_names(sky_task.load(flags.task, envs, _secrets(flags)))
@@ -427,8 +431,7 @@ def launch(flags: LaunchFlags) -> int:
         )
     # wrong input is reported before anything is written anywhere
     cloud = _cloud(flags, task, url, nodes)
-    if isinstance(cloud, SkyPilotCloud):
-        _check_ready(flags.run, cloud)
+    _check_ready(flags.run, cloud)
     task = cloud.task = _with_wheel(task, given)
     if flags.deadline:
         wanted(flags, nodes, book_of(open_store(url, retry_within_s=PREFLIGHT_S)), time.time())
@@ -479,9 +482,11 @@ def _check_skypilot(cloud: str) -> None:
         doctor.refuse(doctor.skypilot())
 
 
-def _check_ready(run: str, cloud: SkyPilotCloud) -> None:
-    """Check that SkyPilot, its clouds and the bucket would work, as `harness prove doctor` does.
-    Nothing is left behind. Raises BadInput."""
+def _check_ready(run: str, cloud: LocalCloud | SkyPilotCloud) -> None:
+    """Check that SkyPilot, its clouds and the bucket would work, as `harness prove doctor` does; of
+    the local cloud, nothing. Nothing is left behind. Raises BadInput."""
+    if not isinstance(cloud, SkyPilotCloud):
+        return
     if not run:
         raise BadInput(
             "--cloud sky: wanted --run with the URL of a bucket that all nodes reach (s3://, "
