@@ -307,7 +307,7 @@ class LaunchFlags(RecordFlags, AlertFlags):
         choices=["local", "sky"],
     )
     nodes: str = flag("1:1", "how many nodes, LOW:HIGH or N", check=node_range)
-    market: str = flag("demo", "local cloud only: demo, calm, seed:N, or the path of a trace")
+    market: str = flag("demo", "local cloud only: demo, calm, once, seed:N, or the path of a trace")
     local_notices: str = flag(
         "aws",
         "local cloud only: whose metadata service its nodes have",

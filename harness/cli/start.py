@@ -119,8 +119,10 @@ def init(flags: InitFlags) -> int:
     print("next:")
     if folder.resolve() != Path.cwd():
         print(f"  cd {folder}")
-    print("  harness launch train.yaml --cloud local --nodes 1:2 --run runs/first")
+    print("  harness launch train.yaml --cloud local --nodes 1:2 --market once --run runs/first")
+    print("    (two nodes; after a tenth of the steps one is told that it will be taken in 8 s)")
     print("  harness logs runs/first")
+    print("  harness runs report runs/first")
     print("  harness launch train.yaml --cloud sky --run s3://my-bucket/runs/first --dry-run")
     return 0
 

@@ -51,7 +51,7 @@ def text_given(path: str | Path, what: str, most_nbytes: int = MOST_NBYTES) -> s
 
 def read_trace(path: str) -> str:
     """Return the text of a market's trace file. Raises BadInput."""
-    return text_given(path, "demo, calm, seed:<n> or a trace file as the market")
+    return text_given(path, "demo, calm, once, seed:<n> or a trace file as the market")
 
 
 def yaml_given(path: str | Path, what: str) -> list[Any]:

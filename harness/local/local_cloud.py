@@ -309,7 +309,7 @@ class LocalCloud:
 
 def _absolute(market: str) -> str:
     """Return the market spec with an absolute path: the provider runs in another folder."""
-    if market in ("", "demo", "calm") or market.startswith("seed:"):
+    if market in markets.NAMED or market.startswith("seed:"):
         return market
     path, at, scale = market.rpartition("@")
     if not at or "/" in scale:

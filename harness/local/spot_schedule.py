@@ -30,6 +30,7 @@ TRACE_FITS_S = 180.0  # a trace without a scale is compressed to this length
 # possible
 TRACE_GRACE_S = 5.0
 RANDOM_HORIZON_S = 1800.0  # a random market has no events after this
+NAMED = ("", "demo", "calm", "once")  # specs that are names; "" is the demo
 DEMO_GAP_S = 3.0  # least time between two events of the demo, however fast the run is
 
 # Invented prices, so that the ledger of a local run has something to add up. Nothing is charged.
@@ -179,9 +180,9 @@ def parse(
     min_nodes: int = 1,
     read: Callable[[str], str] = read_trace,
 ) -> Market:
-    """Return the market of a spec: `demo`, `calm`, `seed:7`, or a trace file (`path`; `path@60` is
-    60 times faster than recorded). `read` reads a trace file; what it raises is passed on. Raises
-    BadInput."""
+    """Return the market of a spec: `demo`, `calm`, `once`, `seed:7`, or a trace file (`path`;
+    `path@60` is 60 times faster than recorded). `read` reads a trace file; what it raises is passed
+    on. Raises BadInput."""
     if not 1 <= min_nodes <= max_nodes:
         raise BadInput(
             f"market {spec!r}: wanted 1 <= min nodes <= max nodes, found {min_nodes}..{max_nodes}"
@@ -190,6 +191,8 @@ def parse(
         return _demo(min_nodes, max_nodes)
     if spec == "calm":
         return Market("calm", max_nodes, max_nodes)
+    if spec == "once":
+        return _once(max_nodes)
     if spec.startswith("seed:"):
         number = spec.removeprefix("seed:")
         if not number.isdigit():
@@ -227,6 +230,13 @@ def _demo(low: int, high: int) -> Market:
     if high - 1 < low:
         entries.append(Entry(Capacity(high), after=1, at_s=8.0 + 4.0))
     return Market("demo", high, few, tuple(entries), gap_s=DEMO_GAP_S)
+
+
+def _once(high: int) -> Market:
+    """Return a market that is calm but for one preemption, early in the run: a notice to the oldest
+    node, and another node some seconds after that one is gone."""
+    entries = (Entry(Preempt(8.0), at_progress=0.1), Entry(Capacity(high), after=0, at_s=12.0))
+    return Market("once", high, high, entries)
 
 
 def _random(seed: int, high: int) -> Market:

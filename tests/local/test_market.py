@@ -93,6 +93,14 @@ def test_calm():
     assert {n for _, n in capacity} == {4}
 
 
+@pytest.mark.parametrize("high", [1, 2, 4])
+def test_once_is_calm_but_for_one_preemption(high):
+    log, capacity = play(parse("once", max_nodes=high), 100, progress=lambda t: t / 100)
+    assert log == [(10.0, Preempt(8.0)), (22.0, Capacity(high))]
+    assert {n for t, n in capacity if 10 < t < 22} == {high - 1}
+    assert {n for t, n in capacity if t < 10 or t > 22} == {high}
+
+
 def test_random_is_reproducible_and_capacity_always_returns():
     assert parse("seed:7", max_nodes=3) == parse("seed:7", max_nodes=3)
     assert parse("seed:7", max_nodes=3) != parse("seed:8", max_nodes=3)
@@ -172,8 +180,8 @@ def test_trace_scales(tmp_path):
     ("spec", "says"),
     [
         ("seed:x", "seed:7"),
-        ("/no/such/file", "/no/such/file: wanted demo, calm, seed:<n> or a trace file"),
-        ("demmo", "wanted demo, calm, seed"),
+        ("/no/such/file", "/no/such/file: wanted demo, calm, once, seed:<n> or a trace file"),
+        ("demmo", "wanted demo, calm, once, seed"),
         ("trace.csv@fast", "PATH@SPEED"),
         ("trace.csv@0", "above 0"),
     ],
