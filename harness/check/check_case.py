@@ -56,6 +56,18 @@ class SourceText:
             for node in ast.walk(test)
         )
 
+    def only_shown(self, name: str) -> bool:
+        """Return whether the variable is only printed or logged, maybe every so many steps."""
+        function, base = root_of(name)
+        read: set[ast.AST] = set()
+        shown: set[ast.AST] = set()
+        for node in (n for scope in self._scopes(function) for n in ast.walk(scope)):
+            if isinstance(node, ast.Name) and node.id == base and isinstance(node.ctx, ast.Load):
+                read.add(node)
+            elif isinstance(node, ast.stmt) and _only_shows(node):
+                shown |= set(ast.walk(node))
+        return bool(read) and read <= shown
+
     def used(self, name: str) -> int:
         """Return the first line that uses the variable after it was made; 0 if none."""
         function, base = root_of(name)
@@ -107,6 +119,18 @@ class SourceText:
         for node in ast.walk(self.tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == function:
                 yield node
+
+
+SHOWING = ("print", "debug", "info", "warning", "write", "set_description", "set_postfix")
+
+
+def _only_shows(statement: ast.stmt) -> bool:
+    """Return whether a statement only prints or logs."""
+    if isinstance(statement, ast.If):
+        return all(map(_only_shows, (*statement.body, *statement.orelse)))
+    if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)):
+        return False
+    return ast.unparse(statement.value.func).rpartition(".")[2] in SHOWING
 
 
 def root_of(name: str) -> tuple[str, str]:

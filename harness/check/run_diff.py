@@ -151,6 +151,8 @@ def ruling_of(case: Case, name: str, parts: list[Forgotten]) -> Ruling:
         or case.source.decides(name)
     )
     part = parts[0]
+    if part.anew and case.source.only_shown(name):
+        matters = False
     made = case.source.made(name)
     told = spoken(name) + (f" (line {made})" if made else "")
     what = f"{told}: {described(name, parts)}"
@@ -199,7 +201,9 @@ def remedy_of(case: Case, name: str, parts: list[Forgotten]) -> str:
     if name in GLOBAL:
         return "seed by (seed, step) at each step, as run.steps does, or save its state"
     if part.anew:
-        return "begin at run.step after run.resume()"
+        if case.source.called("loader"):
+            return f"loader.step.number counts on; or --ignore {key}, if it is only shown"
+        return f"count by step.number (run.steps) or from run.step on; or --ignore {key}"
     if part.was.saved:
         return "register a buffer for it, or give its class get_extra_state"
     if part.was.kind == "generator":

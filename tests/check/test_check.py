@@ -230,6 +230,25 @@ def test_a_loop_that_counts_anew_is_found_where_nothing_was_there_at_the_resume(
     assert "a loop that counts anew: 1 where it was 4" in found.what
 
 
+@pytest.mark.parametrize(
+    ("body", "state"),
+    [
+        ("    if i % 10 == 0:\n            print(i, loss)", NOTE),
+        ("    log.info('%d', i)", NOTE),
+        ("    if i > 3:\n            break", FAILS),
+        ("    lr = 1 / i", FAILS),
+    ],
+)
+def test_an_index_that_is_only_printed_is_a_note(body, state, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(f"def main():\n    for i, x in enumerate(run.loader(data)):\n    {body}\n")
+    first = before(lambda n: {"main().i": leaf(n)} if n else {})
+    second = after(lambda n: {"main().i": leaf(n - 3)})
+    found = judged(SourceText.read(str(path)), one(first, second))
+    ruling = next(r for r in found if "counts anew" in r.what)
+    assert ruling.state == state and "loader.step.number" in ruling.remedy
+
+
 def test_a_resume_that_fails_or_begins_anew(source):
     gone = one(second=life([], None, epoch=2), failures=(ScriptFailure(0, "KeyError", "k", "x:3"),))
     assert failed(judged(source, gone))["resumes after a kill"].where == "x:3"
