@@ -8,6 +8,7 @@ left the nodes training, 130 interrupted. A supervisor restarts `launch` on 1 an
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import importlib
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import __version__
-from harness.cli.common import FAILED, INTERRUPTED, WRONG_INPUT
+from harness.cli.common import DONE, FAILED, INTERRUPTED, WRONG_INPUT
 from harness.core.extensions import extra_of
 from harness.core.flags import FlagParser, add_flags, build, positional
 from harness.core.masking import keep_secrets, masked
@@ -36,6 +37,38 @@ GROUPS: dict[str, str] = {
     "data": "Prepare a corpus or index files; show, verify, exclude documents.",
     "market": "Prices and capacity of offers; simulate runs on recorded markets.",
     "prove": "Prove that a run is right, and that a setup survives faults.",
+}
+SECTIONS = {  # the titles of the list in `--help`, by the first command below each
+    "init": "start here",
+    "launch": "run",
+    "status": "watch and end",
+    "runs": "more commands (harness GROUP --help)",
+}
+EXAMPLES = """examples:
+  harness init first && cd first        write a task and a script
+  harness check -- train.py --epochs 1  try a script of your own here
+  harness launch train.yaml --nodes 1:4 train here, on nodes that come and go
+  harness launch train.yaml --cloud sky --run s3://BUCKET/runs/x --budget-usd 50
+  harness status s3://BUCKET/runs       list the runs there
+
+`harness help all` lists every command, `harness help COMMAND` explains one."""
+SYNONYMS = {  # words of other tools, and what they mean here
+    "cancel": "harness stop",
+    "delete": "harness down",
+    "doctor": "harness prove doctor",
+    "drain": "harness stop",
+    "kill": "harness down",
+    "list": "harness status FOLDER",
+    "ls": "harness status FOLDER",
+    "ps": "harness status FOLDER",
+    "queue": "harness status FOLDER",
+    "resume": "harness launch",
+    "start": "harness launch",
+    "submit": "harness launch",
+    "tail": "harness logs",
+    "terminate": "harness down",
+    "train": "harness launch",
+    "version": "harness --version",
 }
 # the words of each command, in the order of `--help`: its module here, flags and function
 COMMANDS = {
@@ -166,8 +199,10 @@ def parser(only: str | None = None) -> tuple[FlagParser, dict[str, FlagParser]]:
     root = FlagParser(
         prog="harness",
         description="Train on spot machines; runs that outlive them.",
-        epilog="Begin with `harness init`. `harness GROUP --help` lists the commands of a group.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    root.sections, root.synonyms = SECTIONS, SYNONYMS
     root.add_argument("--version", action="version", version=f"harness {__version__}")
     groups = {"": root}
     subs: dict[str, FlagParser] = {}
@@ -196,6 +231,22 @@ def words_of(given: list[str]) -> str:
     return next((w for n in (2, 1) if (w := " ".join(given[:n])) in known), "")
 
 
+def asks_for_help(given: list[str]) -> list[str]:
+    """Return the command line with `harness help COMMAND`, and a group or nothing alone, written as
+    `--help`."""
+    if given[:1] == ["help"]:
+        given = [*given[1:], "--help"]
+    return [*given, "--help"] if not given or given in [[group] for group in GROUPS] else given
+
+
+def list_all() -> None:
+    """Print every command with the first sentence about it."""
+    _, subs = parser("")
+    for words in sorted(subs, key=lambda words: (" " in words, list(subs).index(words))):
+        about_it = (subs[words].description or about(words)).split(". ")[0].rstrip(".")
+        print(f"harness {words:22} {about_it}")
+
+
 def takes_script(words: str) -> bool:
     """Return whether everything after `--` belongs to the script of this command."""
     return words in COMMANDS and "script" in command(words)[0].__dataclass_fields__
@@ -203,7 +254,7 @@ def takes_script(words: str) -> bool:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the `harness` command and exit with its status."""
-    given = list(sys.argv[1:] if argv is None else argv)
+    given = asks_for_help(list(sys.argv[1:] if argv is None else argv))
     after: list[str] = []
     # everything after "--" belongs to the script
     if "--" in given and takes_script(words_of(given)):
@@ -213,6 +264,11 @@ def main(argv: list[str] | None = None) -> None:
     for word in given:
         if why := why_not_a_word(word):
             root.error(f"{word!r:.80}: {why}")
+    if given[0] == "all" and given[1:] == ["--help"]:
+        list_all()
+        sys.exit(DONE)
+    if given[0].startswith("-") and given[0] not in root._option_string_actions:
+        root.error(f"unrecognized arguments: {given[0]}")
     namespace, unknown = root.parse_known_args(given)
     words: str = namespace.chosen
     if unknown:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.text import Text
 from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_random_exponential
@@ -94,6 +94,9 @@ if TYPE_CHECKING:
 
 # closing terminals and service managers send several signals: within this time they count as one
 SAME_S = 3.0
+
+
+CLOUDS = ("aws", "azure", "gcp", "kubernetes", "lambda", "nebius", "oci", "runpod", "slurm")
 
 
 class TerminationRequest(KeyboardInterrupt):
@@ -294,8 +297,27 @@ def _print_tail(store: ObjectStore, console: Console) -> None:
         console.print(last.log_tail, markup=False, highlight=False, soft_wrap=True)
 
 
+def _cloud_name(text: str) -> None:
+    """Refuse the name of a cloud, which belongs into the task. Raises ValueError."""
+    if text.lower() in CLOUDS:
+        raise ValueError(
+            f"wanted local or sky, found {text!r}; SkyPilot launches there: --cloud sky, with "
+            f"`resources: {{infra: {text.lower()}}}` in the task"
+        )
+
+
 @dataclass(frozen=True)
 class LaunchFlags(RecordFlags, AlertFlags):
+    TITLES: ClassVar = {
+        "limits": ("budget_usd", "max_hours", "leaderless_minutes", "deadline", "work"),
+        "choice of nodes": ("policy", "move_saving", "move_stay_s", "on_demand"),
+        "dry run": ("dry_run", "clouds", "json"),
+        "local cloud": ("market", "local_notices"),
+        "the task's environment": ("env", "secret", "sign_key"),
+        "observability": ("prometheus", "alert", "alert_rules", "html", "brief"),
+        "provenance": ("on_change", "diff", "owner", "project", "experiment", "purpose"),
+    }
+
     task: str = positional("the SkyPilot task YAML")
     run: str = flag(
         "",
@@ -305,6 +327,7 @@ class LaunchFlags(RecordFlags, AlertFlags):
         "local",
         "where nodes come from: local (this computer), sky (SkyPilot: costs money)",
         choices=["local", "sky"],
+        check=_cloud_name,
     )
     nodes: str = flag("1:1", "how many nodes, LOW:HIGH or N", check=node_range)
     market: str = flag("demo", "local cloud only: demo, calm, once, seed:N, or the path of a trace")

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from harness.agent.agent import Agent
 from harness.agent.flight_recorder import on_gpus
@@ -167,6 +167,7 @@ def _imports(argv: Sequence[str]) -> tuple[str, list[str]]:
 # Checks of the variables that `harness run` and its workers read, before anything is started.
 
 MOST_ATTEMPTS = 10**6
+MOST_WORKERS = 1024  # of a node
 TRACKERS = ("wandb", "tensorboard", "mlflow", "jsonl")
 CHOICES = {"HARNESS_ON_CHANGE": ("refuse", "warn", "accept"), "HARNESS_DIFF": ("keep", "hash")}
 
@@ -264,8 +265,10 @@ def _gib(text: str) -> object:
 
 def _workers(text: str) -> None:
     """Check a number of workers, or "auto". Raises ValueError that says what is wanted."""
-    if text != "auto" and not (text.isdecimal() and int(text) >= 1):
-        raise ValueError(f"wanted a number or auto, at least 1; found {text!r}")
+    if text != "auto" and not (text.isdecimal() and int(text[:9]) >= 1):
+        raise ValueError(f"wanted a number or auto, at least 1; found {text!r:.80}")
+    if text != "auto" and int(text[:9]) > MOST_WORKERS:
+        raise ValueError(f"wanted at most {MOST_WORKERS} workers on a node; found {text!r:.80}")
 
 
 def _steps(text: str) -> None:
@@ -304,6 +307,13 @@ USUAL = Limits()
 @dataclass(frozen=True)
 class RunFlags(RecordFlags, AlertFlags):
     SETTINGS = ("diff", "owner", "project", "experiment", "purpose", "alert_rules")
+    TITLES: ClassVar = {
+        "nodes and their ranks": ("min_nodes", "mesh", "replica_ranks", "worlds"),
+        "preemption notices": ("notices", "grace_s", "leave_after", "notify_signal"),
+        "unchanged scripts": ("adapt", "attach", "script_world"),
+        "observability": ("trackers", "profile", "prometheus", "alert"),
+        "snapshots and provenance": ("replica", "on_change"),
+    }
 
     script: tuple[str, ...] = positional(
         "-- script.py and its arguments, or -- -m module", nargs="*"

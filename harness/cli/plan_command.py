@@ -15,8 +15,15 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from harness.cli.common import DONE, FAILED, RealClock, existing_store, names_of
@@ -73,6 +80,14 @@ def _counts(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class PlanFlags:
+    TITLES: ClassVar = {
+        "how much work it is": ("step_time", "steps", "measured_on", "record", "work"),
+        "what is wanted": ("nodes", "deadline", "budget_usd", "risk", "policy"),
+        "prices": ("clouds", "catalog"),
+        "assumptions": ("changeover_s", "lost_s", "scaling", "markets", "seed", "jobs"),
+        "meshes for a model": ("model", "gpus", "global_batch", "sequence", "network_gbit"),
+    }
+
     task: str = positional("the SkyPilot task YAML; or --model", nargs="?", default="")
     model: str = flag(
         "", "instead: which meshes hold this model: a name (llama-70b), or where a config.json lies"
@@ -131,12 +146,14 @@ def plan(flags: PlanFlags) -> int:
 
     It works from a price catalog: no account and no network is needed. Exit status 1 if no choice
     keeps the accepted risk."""
+    if bool(flags.model) is bool(flags.task):
+        raise BadInput("wanted either a task file, or --model NAME; found both or neither")
+    if flags.task and not Path(flags.task).is_file():
+        raise BadInput(f"{flags.task}: wanted a SkyPilot task YAML, found no such file")
     _say(f"reading prices for {flags.task or flags.model}")
     from harness.planner import forecast_report, policy_report
 
     counts = _counts(flags.nodes)
-    if bool(flags.model) is bool(flags.task):
-        raise BadInput("wanted either a task file, or --model NAME; `harness plan --help`")
     if flags.model:
         return plan_model(flags, counts)
     if flags.plot:
@@ -332,14 +349,21 @@ def _say(text: str) -> None:
 def _told_of(
     found: Iterable[PlanForecast], count: int, where: str, now: Callable[[], float] = time.monotonic
 ) -> Iterator[PlanForecast]:
-    """Yield the forecasts, and say how far they are: at the beginning, then every SAY_S."""
+    """Yield the forecasts, and show how far they are: a bar on a terminal, else a line at the
+    beginning and every SAY_S."""
     _say(f"{count} choices, each in {where}")
-    said_s = now()
-    for done, one in enumerate(found, 1):
-        yield one
-        if now() - said_s >= SAY_S and done < count:
-            said_s = now()
-            _say(f"{done} of {count} are forecast")
+    said_s, console = now(), Console(stderr=True)
+    columns = (SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        shown = bar.add_task("", total=count)
+        for done, one in enumerate(found, 1):
+            yield one
+            bar.advance(shown)
+            if not console.is_terminal and now() - said_s >= SAY_S and done < count:
+                said_s = now()
+                _say(f"{done} of {count} are forecast")
 
 
 def _forecast_of(

@@ -126,19 +126,47 @@ def _sky(url: str) -> Broker:
 # ---- looking at a run ----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class StatusFlags:
-    url: str = positional("URL of the run")
+    url: str = positional("URL of the run, or of a folder of runs, to list them")
     once: bool = flag(False, "print where it stands, and end")
     json: bool = flag(False, "the same as JSON")
 
 
 def status(flags: StatusFlags) -> int:
-    """Show the progress of a run, live."""
-    store, console = existing_store(flags.url), Console()
+    """Show the progress of a run, live; of a folder, the runs in it."""
+    console = Console()
+    try:
+        store = existing_store(flags.url)
+    except BadInput:
+        if not list_runs(normalize(flags.url), console, flags.json):
+            raise
+        return DONE
     if flags.json:
         print(json.dumps(live_view.status(store), indent=2))
         return DONE
     live_view.follow(store, lambda: flags.once, console)
     return DONE
+
+
+def list_runs(url: str, console: Console, as_json: bool) -> int:
+    """Print a line for each run below `url`, and return how many there are."""
+    count = 0
+    for path, store in find_runs(url, opened):
+        count += 1
+        view = live_view.LiveView(store, Console(quiet=True))
+        view.read()
+        state, name = view.state, "/".join(path)
+        paid, _ = state.spent(time.time())
+        last_s = state.last_s if state.last_s > 0 else None  # none without facts
+        row = {"run": name, "state": state.run_state, "step": state.step}
+        row |= {"total_steps": state.total, "spent_usd": paid, "updated_s": last_s}
+        if as_json:
+            print(json.dumps(row))
+            continue
+        steps = f"step {state.step}" + (f" of {state.total}" if state.total else "")
+        last = time.strftime("%Y-%m-%d %H:%M", time.localtime(last_s)) if last_s else ""
+        words = f"{name:30}  {state.run_state:12}  {steps:20}  ${paid:.2f}  {last}"
+        console.print(words, highlight=False, soft_wrap=True)
+    return count
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from harness.cli.common import (
     FAILED,
     cluster_of,
     existing_store,
+    is_final,
     is_local,
     local_cloud,
     sky_broker,
@@ -51,6 +52,9 @@ def stop(flags: StopFlags) -> int:
 
     No node returns without a new `harness launch`, which resumes the run."""
     store, console = existing_store(flags.url), Console()
+    if is_final(store):
+        console.print("This run is finished: there is nothing to stop.")
+        return DONE
     ask_stop(store, flags.reason)
     url = normalize(flags.url)
     left = _Ending(store, local_cloud(url).gone if is_local(url) else set).wait(flags.wait_s)

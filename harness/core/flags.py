@@ -8,7 +8,8 @@
         beat_s: float = flag(2.0, "time between two heartbeats", advanced=True)
 
 An `advanced` field is a setting: `--set beat_s=1` in place of a flag of its own, and one line at
-the end of `--help`. A class may make settings of inherited fields by their names in `SETTINGS`.
+the end of `--help`. A class may make settings of inherited fields by their names in `SETTINGS`,
+and put flags under titles in `--help` by their names in `TITLES`: {"limits": ("budget_usd",)}.
 
 An unknown flag is answered with the nearest known one. Every number is finite and not negative by
 default; a flag may carry other bounds (`at_least`, `above`, `at_most`; `at_least=None`: no lower
@@ -118,8 +119,10 @@ class FlagParser(argparse.ArgumentParser):
     """An argument parser with settings (`--set NAME=VALUE`) and commands that suggests the nearest
     known word.
 
-    `commands`: what each of its commands does, for `--help`; `elsewhere`: how commands are written
-    that are not this parser's own, by their last word.
+    `commands`: what each of its commands does, for `--help`; `sections`: the first command below
+    each title of that list; `elsewhere`: how commands are written that are not this parser's own,
+    by their last word; `synonyms`: what is meant by words that people know from other tools;
+    `for_scripts`: what follows `--` belongs to a script.
     """
 
     settings: argparse.ArgumentParser | None = None
@@ -127,15 +130,23 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self.commands: dict[str, str] = {}
+        self.sections: dict[str, str] = {}
         self.elsewhere: dict[str, list[str]] = {}
+        self.synonyms: dict[str, str] = {}
+        self.for_scripts = False
         self._places: argparse._SubParsersAction[FlagParser] | None = None
 
     def add_command(self, name: str, about: str) -> FlagParser:
         """Add a command and return its parser. The first paragraph of `about` stands in the
         list of commands."""
         if self._places is None:
+            self.usage = "%(prog)s [-h] COMMAND ..."
             self._places = self.add_subparsers(
-                required=True, parser_class=FlagParser, metavar="COMMAND", help="see below"
+                prog=self.prog,
+                required=True,
+                parser_class=FlagParser,
+                metavar="COMMAND",
+                help=argparse.SUPPRESS,
             )
         first, *more = [" ".join(part.split()) for part in about.split("\n\n")]
         self.commands[name] = first
@@ -145,20 +156,37 @@ class FlagParser(argparse.ArgumentParser):
         """Print what is wrong, with the nearest known word, and exit with status 2."""
         if found := re.match(r"argument COMMAND: invalid choice: (.+) \(choose from", message):
             message = f"wanted a command, found {found[1]:.80}{self._command_near(found[1])}"
+        elif found := re.match(r"(arg.+): invalid choice: (.+) \(choose from (.+)\)$", message):
+            known = [word.strip("' ") for word in found[3].split(",")]
+            near = _did_you_mean(found[2].strip("'"), known)
+            message += near
+        elif found := re.fullmatch(r"the following arguments are required: (.+)", message):
+            message += self._explained(found[1].split(", "))
         elif (unknown := message.removeprefix("unrecognized arguments: ")) != message:
             message += self._flag_near(unknown.split())
         self.exit(2, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
+
+    def _explained(self, lacking: list[str]) -> str:
+        """Return what the first of these arguments is, if its help says so."""
+        helps = {action.metavar or action.dest: action.help for action in self._actions}
+        about = helps.get(lacking[0])
+        return f": {about}" if about and about != argparse.SUPPRESS else ""
 
     def _flag_near(self, unknown: list[str]) -> str:
         known = {option: option for action in self._actions for option in action.option_strings}
         known |= {_dashed(name): f"--set {name}=VALUE" for name in self.setting_names()}
         for word in unknown:
             if word.startswith("-"):
-                near = difflib.get_close_matches(word.split("=")[0], known, 1)
+                cutoff = 0.75 if self.for_scripts else 0.6
+                near = difflib.get_close_matches(word.split("=")[0], known, 1, cutoff)
+                if not near and self.for_scripts:
+                    return f"; flags of the script go behind --: {self.prog} -- script.py {word}"
                 return f"; did you mean {known[near[0]]}?" if near else ""
         return ""
 
     def _command_near(self, quoted: str) -> str:
+        if meant := self.synonyms.get(quoted.strip("'")):
+            return f"; did you mean `{meant}`?"
         known = {word: [f"{self.prog} {word}"] for word in self.commands} | self.elsewhere
         near = difflib.get_close_matches(quoted.strip("'"), known, 1)
         return f"; did you mean `{'` or `'.join(known[near[0]])}`?" if near else ""
@@ -184,18 +212,27 @@ class FlagParser(argparse.ArgumentParser):
         settings = {
             name: (one.help or "").split("\n")[0] for name, one in self.setting_names().items()
         }
-        return (
-            super().format_help()
-            + _listed("commands", self.commands)
-            + _listed("settings (--set NAME=VALUE; --set NAME explains one)", settings)
-        )
+        head, title, rest = super().format_help().partition("\noptions:\n")
+        commands = _listed("commands", self.commands, self.sections)
+        title_of_settings = "settings (--set NAME=VALUE; --set NAME explains one)"
+        return f"{head}{commands}{title}{rest}{_listed(title_of_settings, settings)}"
 
 
-def _listed(title: str, rows: dict[str, str]) -> str:
-    """Return rows as one line each, below a title; "" if there are none."""
+def _listed(title: str, rows: dict[str, str], sections: dict[str, str] | None = None) -> str:
+    """Return rows as one line each, below a title; "" if there are none. `sections`: titles before
+    rows, by the row's name, in place of `title`."""
+    titles = sections or dict.fromkeys(list(rows)[:1], title)
     width = max(map(len, rows), default=0)
-    lines = [f"\n{title}:", *(f"  {name:{width}}  {words}" for name, words in rows.items())]
+    lines = []
+    for name, words in rows.items():
+        lines += [f"\n{titles[name]}:"] if name in titles else []
+        lines.append(f"  {name:{width}}  {words}")
     return "\n".join(lines) + "\n" if rows else ""
+
+
+def _did_you_mean(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _dashed(name: str) -> str:
@@ -217,8 +254,7 @@ class _Set(argparse.Action):
         known = parser.setting_names()
         if name not in known:
             flags = {option for action in parser._actions for option in action.option_strings}
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = _did_you_mean(name, list(known))
             if _dashed(name) in flags:
                 hint = f"; it is a flag: {_dashed(name)}"
             raise argparse.ArgumentError(
@@ -239,18 +275,21 @@ def add_flags(parser: FlagParser, cls: type[Any]) -> None:
     """Add one argument or setting per field of `cls`."""
     hints = typing.get_type_hints(cls)
     settings = FlagParser(prog=parser.prog, add_help=False, exit_on_error=False)
+    titles = {name: title for title, names in getattr(cls, "TITLES", {}).items() for name in names}
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles.values())}
+    parser.for_scripts = "script" in hints
     # inherited keyword-only fields come after a class's own
     for f in sorted(dataclasses.fields(cls), key=lambda f: f.kw_only is True):
         if _is_setting(cls, f):
             _add(settings, f, hints[f.name], f"--{f.name}", is_setting=True)
         else:
-            _add(parser, f, hints[f.name], _dashed(f.name))
+            _add(groups.get(titles.get(f.name, ""), parser), f, hints[f.name], _dashed(f.name))
     if settings._actions:
         parser.add_settings(settings)
 
 
 def _add(
-    parser: FlagParser,
+    parser: argparse._ActionsContainer,
     f: dataclasses.Field[Any],
     kind: Any,
     name: str,

@@ -238,7 +238,7 @@ def full(where: str, e: object) -> StoreRefused:
 
 def no_credentials(where: str, e: object) -> StoreRefused:
     return StoreRefused(
-        f"{where}: no credentials found ({e}); log in the way your cloud's own tools do"
+        f"{where}: no credentials found; log in the way your cloud's own tools do ({e})"
     )
 
 
