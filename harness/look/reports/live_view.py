@@ -239,6 +239,8 @@ def waits_for(state: RunState) -> str:
         return ""
     if state.training():
         return f"generation {state.epoch}: waiting for the script"
+    if state.total and state.committed[0] >= state.total:
+        return "finishing"
     alive = [n for n in state.nodes.values() if n.alive]
     here = [n for n in alive if n.member]
     if here and not state.epoch:

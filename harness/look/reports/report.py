@@ -84,7 +84,7 @@ def headline(s: Summary) -> list[tuple[str, str]]:
         ("wall time", duration(s.wall_s) + away),
         (
             "world",
-            f"{world} ranks in {plural(len([e for e in ledger.epochs if e.steps]), 'epoch')}",
+            f"{world} ranks in {plural(len([e for e in ledger.epochs if e.steps]), 'generation')}",
         ),
         (
             "nodes",
@@ -96,7 +96,7 @@ def headline(s: Summary) -> list[tuple[str, str]]:
             f"{percent(ledger.goodput)} of {duration(ledger.billed_s)} billed went into steps that "
             "count",
         ),
-        ("cost", _cost_text(s)),
+        ("simulated cost" if s.asked and s.asked.market else "cost", _cost_text(s)),
     ]
     return rows
 
@@ -112,7 +112,7 @@ def render(s: Summary) -> Group:
     parts += [Text(f"! {plain(p)}", style="yellow") for p in s.problems]
     sections = (
         ("Attempts", _attempts_table),
-        ("Epochs", _epochs_table),
+        ("Generations", _epochs_table),
         ("Where billed time went", _buckets_table),
         ("Money", _money_table),
         ("Snapshots", _snapshots_table),
