@@ -464,8 +464,7 @@ class LiveView:
     _lease: LeaseWatch = field(init=False)
     _live: Live | None = None
     _held: list[Stamped] = field(default_factory=list)  # events whose time to be printed comes
-    _printed_s: float = -math.inf
-    _line: str = ""
+    _printed: tuple[float, str] = (-math.inf, "")  # the last progress line, and when
     _answered_s: float | None = None
     _first: bool = True
     _unread_told: bool = False
@@ -545,12 +544,12 @@ class LiveView:
         line = progress_line(self.state, now)
         if (
             not self._held  # what happened before is told first
-            and now - self._printed_s >= PROGRESS_EVERY_S
-            and line != self._line
+            and now - self._printed[0] >= PROGRESS_EVERY_S
+            and line != self._printed[1]
             and self.state.last_s > 0
         ):
             self._say(f"{clock(now)[11:]}  {line}")
-            self._printed_s, self._line = now, line
+            self._printed = now, line
 
     def _say(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
