@@ -28,9 +28,9 @@ def test_the_commands_of_the_page_survive_a_preemption(tmp_path):
         timeout=580,
     )
     assert said.returncode == 0, said.stdout[-4000:] + said.stderr[-4000:]
-    assert "run done: step 1280 is the last and is committed" in said.stdout
+    assert "run done: step 2560 is the last and is committed" in said.stdout
     assert re.search(r"kill +aws .* in time", said.stdout), said.stdout  # among the notices
-    notices = re.findall(r"^[\d:]+  node \d+: kill notice from aws", said.stdout, re.M)
+    notices = re.findall(r"^[\d:]+  node \d+: preemption notice from simulated aws", said.stdout, re.M)
     assert len(notices) == 1, said.stdout
-    assert "epoch 2: resumed from step" in said.stdout, said.stdout
+    assert "generation 2: resumed from step" in said.stdout, said.stdout
     assert (tmp_path / "first" / "runs" / "first" / "report.html").stat().st_size > 10_000

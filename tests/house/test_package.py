@@ -110,7 +110,7 @@ def test_a_run_begins_with_the_wheel_alone(installed, tmp_path):
     go, look = re.findall(r"^  (harness (?:launch .* --cloud local|runs report) .*)$", said, re.M)
     assert "--cloud sky" in said and "cd first" in said
     script = folder / "train.py"
-    script.write_text(script.read_text().replace("total=1280", "total=12"))
+    script.write_text(script.read_text().replace("total=2560", "total=12"))
     shell(f"{go} --market calm --brief", installed, folder, timeout_s=120.0)
     assert "12 of 12 committed" in shell(look, installed, folder)
     assert "Everything holds" in shell("harness prove verify runs/first", installed, folder)
@@ -150,7 +150,7 @@ def test_the_script_is_the_example():
     """All but its docstring and its length, in which a preemption surely happens; and the lines
     that it marks are those that were added to plain.py."""
     script = (ROOT / "harness" / "cli" / "templates" / "train.py").read_text()
-    script = script.replace("1280", "128").replace("% 128 ==", "% 32 ==")
+    script = script.replace("2560", "128").replace("% 128 ==", "% 32 ==")
     example, plain = ((ROOT / "examples" / name).read_text() for name in ("elastic.py", "plain.py"))
     code, wanted = (text.split('"""\n', 2)[-1].splitlines() for text in (script, example))
     assert [line.removesuffix("  # +++") for line in code] == wanted

@@ -65,9 +65,9 @@ def main() -> None:
     train, test = Lines(first=0, count=2048), Lines(first=1, count=1024)
     model = Classifier().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1280)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2560)
     run.prepare(model, optimizer, scheduler)  # +++
-    for step in run.steps(train, total=1280, global_batch=64, micro_batch=8):  # +++
+    for step in run.steps(train, total=2560, global_batch=64, micro_batch=8):  # +++
         for x, y in step:  # +++
             loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
             step.backward(loss)  # +++
