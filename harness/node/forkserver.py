@@ -231,7 +231,7 @@ STEPS_ALONE = 8  # optimizer steps after which a script is believed to have no s
 
 def notice_steps(mark: Path) -> None:
     """Leave a file beside `mark` when torch's optimizers step in this process before a session has
-    left its own. What watches them is removed after the first few steps."""
+    left its own."""
     if "torch" not in sys.modules:
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -240,14 +240,16 @@ def notice_steps(mark: Path) -> None:
 
     def stepped(*_: Any) -> None:
         nonlocal left
+        # it is not removed then: torch goes through its hooks when it calls this one
+        if left <= 0:
+            return
         left -= 1
-        attached = mark.with_name(ATTACHED).exists()
-        if not left and not attached:
+        if mark.with_name(ATTACHED).exists():
+            left = 0
+        elif not left:
             mark.with_name(UNADOPTED).touch()
-        if not left or attached:
-            watching.remove()
 
-    watching = register_optimizer_step_post_hook(stepped)
+    register_optimizer_step_post_hook(stepped)
 
 
 def run(order: dict[str, Any]) -> None:

@@ -156,3 +156,33 @@ def test_where_cuda_was_touched_the_fork_begins_anew(env, tmp_path):
     assert process.wait(120) == 5
     assert out.read() == b"7 -\n"
     nursery.close()
+
+
+STEPS = """
+import sys
+from pathlib import Path
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from harness.node.forkserver import notice_steps
+mark, attaches = Path(sys.argv[1]), int(sys.argv[2])
+notice_steps(mark)
+seen = []
+register_optimizer_step_post_hook(lambda *_: seen.append(1))  # a script's own
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([weight])
+weight.grad = torch.ones(1)
+for step in range(20):
+    if step == attaches:
+        mark.with_name("attached").touch()
+    optimizer.step()
+print(len(seen), mark.with_name("unadopted").exists())
+"""
+
+
+@pytest.mark.parametrize(("attaches", "unadopted"), [(-1, True), (0, False), (5, False)])
+def test_steps_without_a_session_are_noticed_beside_hooks_of_the_script(
+    tmp_path, attaches, unadopted
+):
+    command = [sys.executable, "-c", STEPS, str(tmp_path / "mark.json"), str(attaches)]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert said.split() == ["20", str(unadopted)]
