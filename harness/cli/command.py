@@ -51,7 +51,9 @@ EXAMPLES = """examples:
   harness launch train.yaml --cloud sky --run s3://BUCKET/runs/x --budget-usd 50
   harness status s3://BUCKET/runs       list the runs there
 
+`harness guard` lists what is alive in your account, whatever its run.
 `harness help all` lists every command, `harness help COMMAND` explains one."""
+UNLISTED = ("guard",)  # not among the names at the top of `--help`, which are enough
 SYNONYMS = {  # words of other tools, and what they mean here
     "cancel": "harness stop",
     "delete": "harness down",
@@ -214,6 +216,8 @@ def parser(only: str | None = None) -> tuple[FlagParser, dict[str, FlagParser]]:
         subs[words] = groups[group].add_command(word, about(words) if listed else "")
         if only in (None, words):
             add_flags(subs[words], command(words)[0])
+    for word in UNLISTED:
+        del root.commands[word]
     stored = snapshots_command.add_commands(
         groups["snapshots"].add_command, snapshots_command.all_commands()
     )

@@ -148,16 +148,16 @@ def plan(flags: PlanFlags) -> int:
     keeps the accepted risk."""
     if bool(flags.model) is bool(flags.task):
         raise BadInput("wanted either a task file, or --model NAME; found both or neither")
-    if flags.task and not Path(flags.task).is_file():
-        raise BadInput(f"{flags.task}: wanted a SkyPilot task YAML, found no such file")
-    _say(f"reading prices for {flags.task or flags.model}")
     from harness.planner import forecast_report, policy_report
 
     counts = _counts(flags.nodes)
-    if flags.model:
-        return plan_model(flags, counts)
     if flags.plot:
         policy_report.plot_paths(flags.plot)  # report an unwritable path immediately
+    if flags.task and not Path(flags.task).is_file():
+        raise BadInput(f"{flags.task}: wanted a SkyPilot task YAML, found no such file")
+    _say(f"reading prices for {flags.task or flags.model}")
+    if flags.model:
+        return plan_model(flags, counts)
     given = sky_task.pairs(flags.env, os.environ)
     task = sky_task.load(flags.task, {"RUN": "none", **given})
     offers, prices = _offers(flags, task)

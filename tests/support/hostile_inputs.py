@@ -122,7 +122,7 @@ def urls() -> list[Case]:
 # ---- flags ---------------------------------------------------------------------------------------
 def flags() -> list[Case]:
     return [
-        case(), case("nope"), case("runs"), case("runs", "nope"), case("verify", "run"), case("status"), case("launch"), case("status", "run", "--onse"),
+        case("nope"), case("runs", "nope"), case("verify", "run"), case("status"), case("launch"), case("status", "run", "--onse"),
         case("launch", "missing.yaml"), case("launch", "folder"), case("launch", "binary"),
         case("launch", "fifo"), case("launch", "/dev/zero"), case("launch", "/dev/null"),
         case("launch", "nothing"),
