@@ -32,13 +32,14 @@ ABOUT = "Wheel-Version: 1.0\nGenerator: spotharness\nRoot-Is-Purelib: true\nTag:
 def keep_wheel(home: Path) -> str:
     """Make the wheel below `home`, unless it is there, and return its address: a hash of its
     content. Raises BadInput."""
-    try:
-        found = importlib.metadata.distribution(NAME)
-    except importlib.metadata.PackageNotFoundError as e:
+    # a folder of sources may have an egg-info, which is no installation
+    known = importlib.metadata.distributions(name=NAME)
+    found = next((one for one in known if one.read_text("METADATA")), None)
+    if found is None:
         raise BadInput(
             f"wanted {NAME} as an installed package, whose wheel nodes get, found the files in "
             f"{Path(harness.__file__).parent} without one; pip install -e ."
-        ) from e
+        )
     about = f"{NAME}-{found.version}.dist-info"
     files = {**dict(_code()), **{f"{about}/{k}": v for k, v in _about(found).items()}}
     record = _record(files, f"{about}/RECORD")
