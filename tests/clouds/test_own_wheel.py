@@ -29,7 +29,8 @@ def environment_with(wheel: Path, folder: Path) -> tuple[str, dict[str, str]]:
     """Install the wheel into a new environment, which takes our packages' dependencies from the one
     of the tests; return its folder of programs, and the variables of a person who uses it."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
-    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
+    # apart from the folder that the tests run in, whose egg-info pip would take for it
+    install = ["-I", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
     subprocess.run([folder / "bin" / "python", *install], check=True, timeout=120)
     [site] = folder.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
