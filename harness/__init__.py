@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from harness.notices.notice import Notice, NoticeSource
     from harness.worker.session import Session, attach
     from harness.worker.step import Step
+    from harness.worker.values import Values
 
 __version__ = "0.1.0"
 __all__ = [
@@ -84,6 +85,7 @@ __all__ = [
     "StochasticRounding",
     "Stop",
     "Terminate",
+    "Values",
     "View",
     "Wait",
     "Watched",
@@ -118,6 +120,7 @@ _HOMES = {  # modules of the names that do not live in harness.core.world
     "RunSpec": "harness.controller.recovery",
     "Session": "harness.worker.session",
     "Step": "harness.worker.session",
+    "Values": "harness.worker.values",
     "StepRecord": "harness.core.step_records",
     "StochasticRounding": "harness.meshes.stochastic_rounding",
     "Watched": "harness.look.watch.watched",

@@ -214,9 +214,9 @@ def remedy_of(case: Case, name: str, parts: list[Forgotten]) -> str:
     if any(p.was.keeps for p in parts):
         return f"run.prepare(..., state={{{key!r}: {short}}})"
     if part.was.kind in ("number", "float"):
-        return "compute it from run.step, or keep it in an object of state="
+        return f"compute it from run.step, or keep it in harness.Values({short}=...) of state="
     if part.was.kind in ("series", "text"):
-        return f"if it matters, keep it in an object of state=; else --ignore {key}"
+        return f"if it matters, keep it in harness.Values of state=; else --ignore {key}"
     return (
         f"give it state_dict and load_state_dict, and run.prepare(..., state={{{key!r}: {short}}})"
     )
