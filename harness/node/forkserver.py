@@ -408,9 +408,29 @@ def exit_code(order: dict[str, Any]) -> int:
                 write_error(e)
                 raise
         return code
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as e:
+        if not tell_lost_peer(e):
+            sys.excepthook(*sys.exc_info())
         return 1
+
+
+# what gloo and NCCL say when the process at the other end is gone
+PEER_GONE = re.compile(r"gloo.*(by peer|Broken pipe)|remote process exited", re.S)
+
+
+def tell_lost_peer(error: BaseException) -> bool:
+    """Say in one line that another rank is gone, and keep the traceback in a file of the node's
+    folder: it shows where this rank stood, and the fault is elsewhere. Return whether it was so."""
+    mark = os.environ.get("HARNESS_MARK")
+    if not mark or not isinstance(error, RuntimeError) or not PEER_GONE.search(str(error)):
+        return False
+    path = Path(mark).with_name(f"lost-peer-{os.environ.get('LOCAL_RANK', '0')}.txt")
+    try:
+        path.write_text("".join(traceback.format_exception(error)))
+    except OSError:
+        return False
+    print(f"harness: another rank is gone; where this one stood is in {path}", file=sys.stderr)
+    return True
 
 
 def leave(code: int) -> NoReturn:

@@ -83,6 +83,20 @@ def test_an_exception_is_written_where_torchrun_would_write_it(start, tmp_path):
     assert "ValueError: no such thing" in out.read().decode()
 
 
+def test_a_lost_peer_is_one_line_and_its_traceback_a_file(start, tmp_path):
+    gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+    process, out = start(
+        f"raise RuntimeError({gloo!r})", HARNESS_MARK=str(tmp_path / "mark.json"), LOCAL_RANK="1"
+    )
+    assert process.wait(60) == 1
+    [line] = out.read().decode().splitlines()
+    kept = tmp_path / "lost-peer-1.txt"
+    assert line == f"harness: another rank is gone; where this one stood is in {kept}"
+    assert "Traceback" in kept.read_text() and gloo in kept.read_text()
+    # the agent judges by the whole of it
+    assert gloo in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+
+
 def test_an_end_by_a_signal_is_told_and_what_was_started_ends_too(start):
     process, out = start(
         "import subprocess, time; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); "
