@@ -346,7 +346,8 @@ class Calls:
     def server(self) -> dict[str, Any]:
         """Return the address, status and version of the API server; start a local one if there is
         none."""
-        sdk, info = sky("client.sdk"), None
+        sdk = sky("client.sdk")
+        sdk.enabled_clouds()  # any request starts a local server; `api_info` does not
         info = sdk.api_info()
         return {
             "endpoint": str(sky("server.common").get_server_url()),
