@@ -57,7 +57,6 @@ UNLISTED = ("guard",)  # not among the names at the top of `--help`, which are e
 SYNONYMS = {  # words of other tools, and what they mean here
     "cancel": "harness stop",
     "delete": "harness down",
-    "doctor": "harness prove doctor",
     "drain": "harness stop",
     "kill": "harness down",
     "list": "harness status FOLDER",

@@ -6,24 +6,16 @@ Machines that SkyPilot does not know (another API server's, or made by hand) are
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness.clouds.sky_broker import (
-    CALL_TIMEOUT_S,
-    JOB_OVER,
-    JOB_TIMEOUT_S,
-    REFRESH_TIMEOUT_S,
-    Sky,
-    SkyError,
-)
+from harness.clouds.sky_broker import JOB_OVER, JOB_TIMEOUT_S, REFRESH_TIMEOUT_S, Sky, SkyError
+from harness.clouds.sky_clusters import end_clusters
 from harness.core.decoding import amount
 from harness.core.world import CloudUnavailable
 
-OURS = re.compile(r"sh-[0-9a-f]{16}-[0-9]{4,12}")  # see `sky_clusters.cluster_name`
 MANAGED = "SkyPilot's own controller of managed jobs or services"
 
 
@@ -108,23 +100,11 @@ def _job(sky: Sky, row: Mapping[str, Any]) -> tuple[str, str]:
     return str(state), "its last job is over" if state in JOB_OVER else ""
 
 
-def end(sky: Sky, names: Sequence[str], timeout_s: float) -> list[str]:
-    """End these clusters. Return those that still exist after `timeout_s`. Raises CloudUnavailable,
-    SkyError."""
-    give_up_s = time.monotonic() + timeout_s
-    for name in names:
-        try:
-            sky("down", CALL_TIMEOUT_S, name=name)
-        except SkyError as e:
-            if e.type != "ClusterDoesNotExist":
-                raise
-    while left := _left(sky, names):
-        if time.monotonic() > give_up_s:
-            return left
-        time.sleep(1.0)
-    return []
+def end(sky: Sky, names: Collection[str], timeout_s: float) -> list[str]:
+    """End these clusters, as `sky_clusters.end_clusters` does."""
 
+    def existing() -> list[str]:
+        rows = sky("clusters", REFRESH_TIMEOUT_S, prefix="")
+        return [str(row["name"]) for row in rows if row["name"] in names]
 
-def _left(sky: Sky, names: Iterable[str]) -> list[str]:
-    there = {str(row["name"]) for row in sky("clusters", REFRESH_TIMEOUT_S, prefix="")}
-    return [name for name in names if name in there]
+    return end_clusters(sky, existing, timeout_s)

@@ -60,13 +60,17 @@ def known_once(sky: Sky, run_url: str) -> set[int]:
 
 
 def bring_down(sky: Sky, run_url: str, timeout_s: float) -> list[str]:
-    """End every cluster of a run and return their names. Raises CloudUnavailable that names those
-    not proven to be down within `timeout_s`."""
+    """End every cluster of a run, as `end_clusters` does."""
+    return end_clusters(sky, lambda: [r["name"] for r in clusters_of(sky, run_url)], timeout_s)
+
+
+def end_clusters(sky: Sky, existing: Callable[[], list[str]], timeout_s: float) -> list[str]:
+    """End the clusters that `existing` names until it names none, and return their names. Raises
+    CloudUnavailable that names those not proven to be down within `timeout_s`."""
     give_up_s = time.monotonic() + timeout_s
     ended: dict[str, str] = {}  # cluster name -> id of the request that ends it
     while True:
-        left = [r["name"] for r in clusters_of(sky, run_url)]
-        if not left:
+        if not (left := existing()):
             return sorted(ended)
         if time.monotonic() > give_up_s:
             raise CloudUnavailable(

@@ -341,36 +341,30 @@ class Membership:
         return list(dict.fromkeys(due))
 
     def _read(self, names: list[str], now: float) -> None:
-        def get(name: str) -> bytes | StoreUnavailable | None:
+        def get(name: str) -> bytes | None:
             try:
-                data = self._store.get(key := member_key(name))
+                return self._store.get(member_key(name))
             except NotFound:
                 return None
-            try:
-                Member.decode(data)
-            except ValueError:
-                try:
-                    refuse_part(self._store, key, data)
-                except NotFound:
-                    return None
-                except StoreUnavailable as e:
-                    return e
-            return data
 
         for name, data in zip(names, self.many(get, names), strict=True):
-            if isinstance(data, StoreUnavailable):  # only a part of it came: it is read again
-                if seen := self.seen.get(name):
-                    seen.read_s = now
-                continue
+            if data is not None and not self._take(name, data, now):
+                continue  # nothing is known by it, so it is read again
             self._circle.strangers.pop(name, None)
             self._circle.callers.discard(name)
-            if data is not None:
-                self._take(name, data, now)
             if name not in self.seen:
                 self._circle.absent.add(name)
 
-    def _take(self, name: str, data: bytes, now: float) -> None:
-        """Process the content of a member's object."""
+    def _came_whole(self, key: str, data: bytes) -> bool:
+        """Return whether an object that makes no sense is so, and not only a part of it came."""
+        try:
+            refuse_part(self._store, key, data)
+        except (NotFound, StoreUnavailable):
+            return False
+        return True
+
+    def _take(self, name: str, data: bytes, now: float) -> bool:
+        """Process the content of a member's object. Return whether it was all of it."""
         seen = self.seen.get(name)
         try:
             member = Member.decode(data)
@@ -379,10 +373,12 @@ class Membership:
                     f"wanted what {name} says of itself, found what {member.member} says"
                 )
         except ValueError as e:  # its previous state still counts, but this is no sign of life
-            self.pass_over(member_key(name), e)
             if seen is not None:
                 seen.read_s = now
-            return
+            if not self._came_whole(member_key(name), data):
+                return False
+            self.pass_over(member_key(name), e)
+            return True
         # the object may be years old, or just written: its line or its next heartbeat will show
         if seen is None:
             seen = self._meet(member, now)
@@ -394,6 +390,7 @@ class Membership:
         if first and not seen.dead:  # heartbeats are not passed on: this one may be old
             self._circle.suspects[name], seen.sign_s = grade or 0, sign_s
         self._lines.share(name, data)
+        return True
 
     def _hear(self, member: Member, now: float) -> None:
         seen = self.seen.get(member.member)

@@ -31,5 +31,5 @@ def test_each_cluster_has_an_owner_a_price_a_lease_and_a_verdict(sky):
 
 
 def test_what_is_ended_is_gone(sky):
-    assert end(sky, ["mine", "was-never-there"], 5.0) == []
+    assert end(sky, ["mine", "was-never-there"], 5.0) == ["mine"]
     assert "mine" not in found_in(sky) and "notebook" in found_in(sky)
