@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+Process = subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,20 @@ class Bench:
                 if i >= warm:
                     taken[name].append(s)
         return {name: statistics.median(found) for name, found in taken.items()}
+
+
+def process(words: list[str], log: Path, cwd: Path | None = None, **env: object) -> Process:
+    """Start this Python with `words`, one thread for each rank; it writes into `log`."""
+    usual = {"OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo"}
+    with open(log, "wb") as out:
+        return subprocess.Popen(
+            [sys.executable, *words],
+            cwd=cwd,
+            env=environment(**usual, **env),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
 
 
 def read(rows: Path) -> list[Row]:

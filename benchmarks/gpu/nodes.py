@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.gpu.bench import environment
+from benchmarks.gpu.bench import Process, process
 
 TRAINER = Path(__file__).with_name("trainer.py")
 
@@ -32,12 +31,12 @@ class Nodes:
     folder: Path
     steps: int
     every: int
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         (self.folder / "marks").mkdir(parents=True)
 
-    def agent(self, nproc: int, **env: object) -> subprocess.Popen[bytes]:
+    def agent(self, nproc: int, **env: object) -> Process:
         """Start a node of ours."""
         n = len(self.processes) + 1
         words = ["-m", "harness.cli", "run", "--run", str(self.folder / "run")]
@@ -45,25 +44,18 @@ class Nodes:
         node = {"HARNESS_NODE_DIR": self.folder / f"node{n}", "HARNESS_ATTEMPT": n}
         return self._start([*words, *more, str(TRAINER), "ours"], **node, **env)
 
-    def plain(self, nproc: int = 1) -> subprocess.Popen[bytes]:
+    def plain(self, nproc: int = 1) -> Process:
         """Start the training without us: a script, or torchrun with its best settings."""
         if nproc == 1:
             return self._start([str(TRAINER), "plain"])
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=9"]
         return self._start([*torchrun, f"--nproc-per-node={nproc}", str(TRAINER), "plain"])
 
-    def _start(self, words: list[str], **env: object) -> subprocess.Popen[bytes]:
-        usual = {"OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo"}
-        with open(self.folder / f"node{len(self.processes) + 1}.log", "wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, *words, str(self.folder), str(self.steps), str(self.every)],
-                env=environment(**usual, **env),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        self.processes.append(process)
-        return process
+    def _start(self, words: list[str], **env: object) -> Process:
+        log = self.folder / f"node{len(self.processes) + 1}.log"
+        begun = process([*words, str(self.folder), str(self.steps), str(self.every)], log, **env)
+        self.processes.append(begun)
+        return begun
 
     def marks(self) -> list[Mark]:
         found = []
@@ -88,9 +80,9 @@ class Nodes:
         """Wait for the end of every process that has not been killed; return the hash of the
         weights. Raises RuntimeError if there is none, or a process failed."""
         ends_s = time.monotonic() + limit_s
-        for process in self.processes:
+        for begun in self.processes:
             try:
-                code = process.wait(max(0.1, ends_s - time.monotonic()))
+                code = begun.wait(max(0.1, ends_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 raise RuntimeError(f"not at its end in {limit_s:.0f} s: {self.tail()}") from None
             if code not in (0, -9):
@@ -102,6 +94,6 @@ class Nodes:
         return "\n".join(f"{p.name}: {p.read_text(errors='replace')[-1500:]}" for p in logs)
 
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
+        for begun in self.processes:
+            begun.kill()
+            begun.wait()

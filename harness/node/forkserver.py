@@ -284,6 +284,19 @@ def run(order: dict[str, Any]) -> None:
         raise
 
 
+# The first optimizer that is made imports torch._dynamo, which takes half as long as torch itself;
+# numpy.unique imports numpy.ma.
+LOADED = (
+    "numpy",
+    "numpy.ma",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "harness.worker.session",
+    "torch._dynamo",
+)
+
+
 def serve(fd: int) -> None:
     """Import torch and more, then fork workers on request until the agent ends."""
     die_with_parent()
@@ -293,17 +306,7 @@ def serve(fd: int) -> None:
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     # imports make almost no garbage, and collecting it takes a tenth of their time
     gc.disable()
-    # The first optimizer that is made imports torch._dynamo, which takes half as long as torch
-    # itself; numpy.unique imports numpy.ma.
-    for module in (
-        "numpy",
-        "numpy.ma",
-        "torch",
-        "torch.distributed",
-        "torch.distributed.checkpoint",
-        "harness.worker.session",
-        "torch._dynamo",
-    ):
+    for module in LOADED:
         with contextlib.suppress(ImportError):  # the script may need none of them
             importlib.import_module(module)
     for module in filter(None, os.environ.get("HARNESS_PRELOAD", "").split(",")):

@@ -13,7 +13,10 @@ from pathlib import Path
 
 from benchmarks.gpu.bench import Bench, environment
 from benchmarks.gpu.nodes import Nodes
+from harness.bucket.archive import read_facts
+from harness.core.facts import EpochStarted, WorkerFailed
 from harness.node.worker_gpus import UNTOUCHED
+from storage.stores.store_urls import open_store
 
 EVERY = 5
 
@@ -68,20 +71,18 @@ def recoveries(folder: Path, ours: bool, kills: int, limit_s: float) -> list[dic
 def facts_after(folder: Path, t0: float) -> dict[str, float]:
     """Seconds from `t0` until the agent tells of a failed worker, and of the next epoch."""
     found = dict[str, float]()
-    for path in sorted(folder.glob("run/facts/agent-*/*.jsonl")):
-        for line in path.read_text().splitlines():
-            fact = json.loads(line)
-            mark = {"WorkerFailed": "seen", "EpochStarted": "next world"}.get(fact["fact"])
-            if mark and fact["t"] > t0:
-                found.setdefault(mark, fact["t"] - t0)
+    for told in read_facts(open_store(str(folder / "run")), "agent-", steps=False):
+        mark = {WorkerFailed: "seen", EpochStarted: "next world"}.get(type(told.fact))
+        if mark and told.t > t0:
+            found.setdefault(mark, told.t - t0)
     return found
 
 
 LOADS = """
 import importlib, json, os, sys, time
+from harness.node.forkserver import LOADED
 found, t0 = {}, time.perf_counter()
-for name in ("numpy.ma", "torch", "torch.distributed.checkpoint", "harness.worker.session",
-             "torch._dynamo"):
+for name in LOADED:
     importlib.import_module(name)
     found[name], t0 = time.perf_counter() - t0, time.perf_counter()
 read, write = os.pipe()

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.gpu.bench import Bench, environment
+from benchmarks.gpu.bench import Bench, Process, process
 
 SCRIPTS = Path(__file__).parents[1] / "unchanged"
 WAYS = {  # name -> script, module that it needs
@@ -40,34 +40,26 @@ def told(events: Path) -> list[tuple[int, float, int]]:
 
 
 @contextlib.contextmanager
-def started(folder: Path, name: str, words: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+def started(folder: Path, name: str, words: list[str]) -> Iterator[Process]:
     """A process of this Python in `folder`, which is killed at the end if it is still there."""
-    more = {"HF_HUB_OFFLINE": 1, "OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo"}
-    with open(folder / f"{name}.log", "wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, *words],
-            cwd=folder,
-            env=environment(HARNESS_NODE_DIR=folder / "node", **more),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    env = {"HARNESS_NODE_DIR": folder / "node", "HF_HUB_OFFLINE": 1}
+    begun = process(words, folder / f"{name}.log", folder, **env)
     try:
-        yield process
+        yield begun
     finally:
-        process.kill()
-        process.wait()
+        begun.kill()
+        begun.wait()
 
 
-def ended(process: subprocess.Popen[bytes], folder: Path, name: str, ends_s: float) -> None:
+def ended(begun: Process, folder: Path, name: str, ends_s: float) -> None:
     """Raises RuntimeError, with the log's end, unless the process ends with 0 in time."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(max(0.1, ends_s - time.monotonic()))
-    if process.returncode != 0:
+        begun.wait(max(0.1, ends_s - time.monotonic()))
+    if begun.returncode != 0:
         log = (folder / f"{name}.log").read_text(errors="replace")
         print(f"{folder.name} {name}:\n{log}", file=sys.stderr)
         last = [line for line in log.splitlines() if line.strip()][-1:]
-        raise RuntimeError(f"{name} ended with {process.returncode}: {' '.join(last)}"[:250])
+        raise RuntimeError(f"{name} ended with {begun.returncode}: {' '.join(last)}"[:250])
 
 
 def survived(folder: Path, script: Path, nproc: int, limit_s: float) -> str:
@@ -78,8 +70,8 @@ def survived(folder: Path, script: Path, nproc: int, limit_s: float) -> str:
     plain, ours = folder / "plain.losses", folder / "ours.losses"
     run = ["-m", "harness.cli", "run", "--run", str(folder / "run"), "--nproc", str(nproc)]
     how = ["--script-world", "1", "--notices", "none", "--attach", f"snapshot_every_steps={EVERY}"]
-    with started(folder, "plain", [str(script), str(plain), "out"]) as process:
-        ended(process, folder, "plain", ends_s)
+    with started(folder, "plain", [str(script), str(plain), "out"]) as begun:
+        ended(begun, folder, "plain", ends_s)
     with started(folder, "ours", [*run, *how, "--", str(script), str(ours), "out"]) as agent:
         killed = 0
         while not killed and agent.poll() is None and time.monotonic() < ends_s:
