@@ -35,51 +35,38 @@ SHARES = (
     ((3,), (0, 1, 2), (5, 4)),
     ((2,), (1, 4), (0,), (5,), (3,)),
 )
-COMPILE_S = 14.0  # left of the limit for two kernels, else they are left out
 Gradients = list[torch.Tensor]
 
 
 def run(bench: Bench) -> None:
     if bench.tiny:
         torch.set_num_threads(1)
-    f = 1 << 10 if bench.tiny else fixed_point.FUSE_FROM
+    f = 1 << 10 if bench.tiny else 1 << 20
     small = [(), (1,), (7,), (33, 129), (-51, 301), (16, 8, -3, 3), (1000,)]
-    # around the size from which the kernel is a fused one, and at odd places behind small ones
+    # of many blocks, and at odd places behind small ones
     large = [*small, (f - 1,), (f,), (5,), (f + 1,), (3 * f + 17,)]
-    alone = patch.object(fixed_point, "ALONE_FROM", f)
-    with alone, patch.object(fixed_point, "FUSE_FROM", f):
-        bench.attempt("fingerprints", fingerprints)
-        _compare(bench, "small gradients", small, ("fp32", "exact"))
-        bench.attempt("what is not finite: small gradients", lambda b: not_finite(b, small))
-        bench.attempt("overflows: small gradients", lambda b: overflows(b, small))
-        if bench.tiny:
-            # the same function; tests/worker/test_exact.py compiles it for the CPU
-            with patch.object(fixed_point, "fused_kernel", in_python):
-                bench.attempt("the device's way to round", lambda b: rounding(b, large))
-            fused = True
-        else:
-            fused = compiled(bench)
-            bench.attempt("the device's way to round", lambda b: rounding(b, large))
-        what = "small and large gradients" if fused else "gradients in single steps"
-        kinds = [("fp32", "exact"), ("bf16", "exact32"), ("fp16", "exact")]
-        if not bench.tiny:
-            kinds += [("fp32", "exact32"), ("bf16", "exact"), ("fp16", "exact32")]
-        for kind in kinds:
-            _compare(bench, what, large, kind)
-        bench.attempt("what is not finite", lambda b: not_finite(b, [(7,), (f + 1,), (3,)]))
-        bench.attempt("overflows", lambda b: overflows(b, [(7,), (f + 1,), (3,)]))
-        bench.attempt("a real model", real_model)
-        bench.attempt("norms", norms)
-        bench.attempt("weights of a division", weights)
-        bench.attempt("a parameter without elements", no_elements)
-        if not bench.tiny:  # more than a bucket holds
-            _compare(bench, "a gradient of its own bucket", [(7,), (7_000_001,), (3,)], kinds[0], 9)
-        if fused:
-            bench.attempt("seconds of the fused kernel", speed)
-
-
-def in_python(device: str) -> Callable[..., torch.Tensor]:
-    return fixed_point._add_and_peak
+    bench.attempt("fingerprints", fingerprints)
+    _compare(bench, "small gradients", small, ("fp32", "exact"))
+    bench.attempt("what is not finite: small gradients", lambda b: not_finite(b, small))
+    bench.attempt("overflows: small gradients", lambda b: overflows(b, small))
+    there = compiled(bench)
+    bench.attempt("the device's way to round", lambda b: rounding(b, large))
+    what = "small and large gradients" if there else "gradients in single steps"
+    kinds = [("fp32", "exact"), ("bf16", "exact32"), ("fp16", "exact")]
+    if not bench.tiny:
+        kinds += [("fp32", "exact32"), ("bf16", "exact"), ("fp16", "exact32")]
+    for kind in kinds:
+        _compare(bench, what, large, kind)
+    bench.attempt("what is not finite", lambda b: not_finite(b, [(7,), (f + 1,), (3,)]))
+    bench.attempt("overflows", lambda b: overflows(b, [(7,), (f + 1,), (3,)]))
+    bench.attempt("a real model", real_model)
+    bench.attempt("norms", norms)
+    bench.attempt("weights of a division", weights)
+    bench.attempt("a parameter without elements", no_elements)
+    if not bench.tiny:  # more than a bucket holds
+        _compare(bench, "a gradient of its own bucket", [(7,), (7_000_001,), (3,)], kinds[0], 9)
+    if there:
+        bench.attempt("seconds of the kernels", speed)
 
 
 def _compare(
@@ -335,26 +322,21 @@ def rounding(bench: Bench, shapes: Sequence[tuple[int, ...]]) -> None:
         bench.checked(
             f"the device's way to round is the CPU's, {word}".replace("torch.", ""),
             not unlike,
-            unlike[:400] or f"{sum(n >= fixed_point.FUSE_FROM for n in sizes)} of {len(sizes)} "
-            "gradients are large",
+            unlike[:400] or f"{sum(sizes)} elements of {len(sizes)} gradients",
         )
 
 
 def compiled(bench: Bench) -> bool:
-    """Compile the fused kernel, and write what that takes."""
-    if bench.left_s < COMPILE_S:
-        bench.missing("the fused kernel", f"{bench.left_s:.0f} s were left for compiling it")
-        fixed_point.FUSE_FROM = 1 << 62  # `run` puts it back
-        return False
+    """Compile the kernels, and write what that takes."""
     t0 = time.perf_counter()
-    with warnings.catch_warnings(record=True) as seen, torch.no_grad():
+    with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        kernel = fixed_point.fused_kernel(bench.device.type)
-    if kernel is None:
-        why = next((str(w.message) for w in seen if "exact sums" in str(w.message)), "")
-        bench.missing("the fused kernel", why[:400].replace("\n", " "))
+        kernels = fixed_point.gpu_kernels(bench.device)
+    if kernels is None:
+        why = next((str(w.message) for w in seen if "exact sums" in str(w.message)), "on a CPU")
+        bench.missing("the kernels of a GPU", why[:400].replace("\n", " "))
         return False
-    bench.measured("compiling the fused kernel for both words", time.perf_counter() - t0, "s")
+    bench.measured("compiling the kernels for both words", time.perf_counter() - t0, "s")
     return True
 
 
@@ -535,8 +517,8 @@ def no_elements(bench: Bench) -> None:
 
 
 def speed(bench: Bench) -> None:
-    """A rough figure, since other parts share the GPU: the fused kernel beside single steps."""
-    n = 1 << 12 if bench.tiny else 1 << 26
+    """A rough figure, since other parts share the GPU: one pass beside single steps."""
+    n = 1 << 26
     grad = torch.randn(n, device=bench.device)
     total = torch.zeros(n, dtype=torch.int64, device=bench.device)
 
@@ -548,14 +530,10 @@ def speed(bench: Bench) -> None:
         with torch.no_grad():
             fixed_point._add_in_steps([grad], [40], total)
 
-    if bench.tiny:
-        with patch.object(fixed_point, "fused_kernel", in_python):
-            taken = bench.in_turns({"fused": add, "steps": steps}, 3)
-    else:
-        taken = bench.in_turns({"fused": add, "steps": steps}, 3)
+    taken = bench.in_turns({"one pass": add, "steps": steps}, 3)
     bench.measured(
         f"rounding and adding one gradient of {n} elements",
-        1e3 * taken["fused"],
+        1e3 * taken["one pass"],
         "ms",
         "single steps",
         1e3 * taken["steps"],

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import enum
 import functools
+import importlib
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,6 @@ LEAST_BITS = 12  # of one micro-batch's part of a word; fewer would be too coars
 # a parameter's first gradients are assumed to be below 2**15 (losses are sums over a micro-batch's
 # samples or tokens)
 FIRST = 15
-# elements from which a fused GPU kernel pays off: for gradients together, and for one alone
-FUSE_FROM, ALONE_FROM = 1 << 20, 1 << 22
-WARM_NUMEL = 1 << 22  # elements of the gradient with which that kernel is compiled
 CHUNKED = {"cpu"}  # types of devices whose gradients are taken in chunks
 # elements per pass on a CPU: few enough to stay in its cache over several passes, and enough that
 # Python's overhead is small
@@ -191,48 +188,30 @@ def _add_chunk(
 def add_rounded_together(
     grads: list[torch.Tensor], shifts: Sequence[int], total: torch.Tensor
 ) -> torch.Tensor:
-    """Add like `add_rounded`, on a GPU and for any size: few kernels for all small gradients, a
-    fused one for each large gradient.
-
-    Return the peaks, (len(grads),).
-    """
-    fused = fused_kernel(total.device.type) if total.numel() >= FUSE_FROM else None
-    if fused is None:
-        return _add_in_steps(grads, shifts, total)
-    peaks: list[torch.Tensor] = []
-    offset = 0
-    for large, run in groupby(
-        zip(grads, shifts, strict=True), key=lambda pair: pair[0].numel() >= ALONE_FROM
-    ):
-        some, their = zip(*run, strict=True)
-        if large:
-            for g, shift in zip(some, their, strict=True):
-                factors = _factors(shift, g.dtype, g.device)
-                peaks.append(fused(g, factors, total[offset : offset + g.numel()]).view(1))
-                offset += g.numel()
-        else:
-            size = sum(g.numel() for g in some)
-            peaks.append(_add_in_steps(list(some), their, total[offset : offset + size], fused))
-            offset += size
-    return torch.cat(peaks)
+    """Add like `add_rounded`, on a GPU, for any sizes and dtypes. Return the peaks,
+    (len(grads),)."""
+    kernels = gpu_kernels(total.device)
+    if kernels is not None and len({g.dtype for g in grads}) == 1:
+        peaks: torch.Tensor = kernels.add(grads, shifts, total)
+        return peaks
+    return _add_in_steps(_widened(grads), shifts, total)
 
 
-Fused = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+def _widened(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return them all as float32, or as float64 if one of them is."""
+    widest = torch.float64 if any(g.dtype is torch.float64 for g in grads) else torch.float32
+    return [g if g.dtype is widest else g.to(widest) for g in grads]
 
 
 def _add_in_steps(
-    grads: list[torch.Tensor],
-    shifts: Sequence[int],
-    total: torch.Tensor,
-    fused: Fused | None = None,
+    grads: list[torch.Tensor], shifts: Sequence[int], total: torch.Tensor
 ) -> torch.Tensor:
-    """`fused`: the kernel for the last step, if there is one."""
     if not all(g.numel() for g in grads):  # a norm of nothing is an error
         full = [i for i, g in enumerate(grads) if g.numel()]
         peaks = total.new_zeros(len(grads), dtype=grads[0].dtype)
         if full:
             some = [grads[i] for i in full], [shifts[i] for i in full]
-            peaks[full] = _add_in_steps(*some, total, fused)
+            peaks[full] = _add_in_steps(*some, total)
         return peaks
     peaks = torch.stack(torch._foreach_norm(grads, math.inf))
     scaled = torch.cat(grads)
@@ -240,56 +219,28 @@ def _add_in_steps(
     torch._foreach_mul_(pieces, [2.0 ** min(shift, 126) for shift in shifts])
     if max(shifts) > 126:
         torch._foreach_mul_(pieces, [2.0 ** max(shift - 126, 0) for shift in shifts])
-    if fused is None:
-        total.add_(scaled.round_().to(total.dtype))
-    else:
-        fused(scaled, _factors(0, scaled.dtype, scaled.device), total)
+    total.add_(scaled.round_().to(total.dtype))
     return peaks
 
 
 @functools.cache
-def _factors(shift: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return 2**shift as two factors that float32 can hold, on the device. A kernel that takes them
-    as data is compiled only once."""
-    return torch.tensor(
-        [2.0 ** min(shift, 126), 2.0 ** max(shift - 126, 0)], dtype=dtype, device=device
-    )
-
-
-def _add_and_peak(grad: torch.Tensor, factors: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    total.add_((grad * factors[0] * factors[1]).round().to(total.dtype))
-    return grad.abs().amax()
-
-
-@functools.cache
-def fused_kernel(device: str) -> Fused | None:
-    """Return `_add_and_peak` compiled to one pass over memory; single steps move more than twice as
-    many bytes. None: it could not be compiled here."""
-    kernel = torch.compile(_add_and_peak, dynamic=True)
-
-    def warm() -> None:
-        # one of the usual size: the compiler shares the work out by the size that it sees first
-        grad = torch.zeros(WARM_NUMEL, device=device)
-        factors = _factors(0, torch.float32, torch.device(device))
-        for word in INTEGERS.values():
-            kernel(grad, factors, torch.zeros(WARM_NUMEL, dtype=word, device=device))
-
-    return kernel if _compiles(warm) else None
-
-
-def _compiles(warm: Callable[[], object]) -> bool:
-    """Call a compiled function for the first time; return whether it could be compiled."""
+def gpu_kernels(device: torch.device) -> Any:
+    """Return the module of kernels for this device, compiled; None on a CPU, and where they cannot
+    be compiled. Single steps compute the same, and move several times as many bytes."""
+    if device.type in CHUNKED:
+        return None
     try:
-        warm()
+        module = importlib.import_module("harness.worker.gradients.gpu_kernels")
+        module.warm(device)
     except Exception as e:
-        # a missing compiler may show as any error; the single steps compute the same
+        # no Triton, or a missing compiler, which may show as any error
         warnings.warn(
-            "exact sums take single steps, which are slower, as their kernel could not be "
+            "exact sums take single steps, which are slower, as their kernels could not be "
             f"compiled: {e}",
             stacklevel=2,
         )
-        return False
-    return True
+        return None
+    return module
 
 
 def divide_into(
@@ -317,6 +268,10 @@ def divide_together(
     if not isinstance(weight, torch.Tensor):
         # a GPU would multiply by the reciprocal of a number, which rounds twice
         weight = torch.full((), weight, dtype=torch.float64, device=total.device)
+    kernels = gpu_kernels(total.device)
+    if kernels is not None and len({out.dtype for out in outs}) == 1:
+        kernels.divide(outs, total, weight.double(), shifts)
+        return
     quotients = torch.div(total, weight)
     for out, quotient, shift in zip(
         outs, torch.split(quotients, [out.numel() for out in outs]), shifts, strict=True
@@ -353,12 +308,13 @@ def exact_norm(
     limbs = -(-(numel.bit_length() + 22) // width)
     scale = _power_of_two(width // 2 - exponent)
     sums = torch.zeros(limbs, dtype=torch.int64, device=device)
+    kernels = gpu_kernels(device)
     for part in parts:
-        # one kernel for all of it, but for wide floats: their squares are rounded
-        fused = fused_limbs(device.type, width, limbs) if _is_worth_fusing(part) else None
-        size = part.numel() if fused else CHUNK if device.type == "cpu" else 1 << 24
-        for piece in torch.split(part, size):
-            sums += (fused or _limbs)(piece, scale, width, limbs)
+        if kernels is not None and part.dtype.itemsize <= 4:  # squares of wide floats are rounded
+            kernels.add_limbs(part, scale, width, limbs, sums)
+            continue
+        for piece in torch.split(part, CHUNK if device.type == "cpu" else 1 << 24):
+            sums += _limbs(piece, scale, width, limbs)
     if add_up is not None:
         add_up(sums)
     square = torch.zeros((), dtype=torch.float64, device=device)
@@ -376,10 +332,6 @@ def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
     return (exponents + 1023 << 52).view(torch.float64)
 
 
-def _is_worth_fusing(part: torch.Tensor) -> bool:
-    return part.dtype.itemsize <= 4 and part.numel() >= FUSE_FROM
-
-
 def _limbs(piece: torch.Tensor, scale: torch.Tensor, width: int, limbs: int) -> torch.Tensor:
     """Return the sum of the squares of `piece` (n,), times scale**2, as `limbs` integers of `width`
     bits each, the highest first; (limbs,) int64."""
@@ -392,20 +344,6 @@ def _limbs(piece: torch.Tensor, scale: torch.Tensor, width: int, limbs: int) -> 
         x.frac_().mul_(2.0**width)
     sums.append(x.round_().to(torch.int64).sum())
     return torch.stack(sums)
-
-
-@functools.cache
-def fused_limbs(
-    device: str, width: int, limbs: int
-) -> Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor] | None:
-    """Return `_limbs` compiled for a GPU to one pass over memory; None: on a CPU, or it could not
-    be compiled here."""
-    if device == "cpu":
-        return None
-    kernel = torch.compile(_limbs, dynamic=True)
-    scale = torch.ones((), dtype=torch.float64, device=device)
-    warm = functools.partial(kernel, torch.zeros(WARM_NUMEL, device=device), scale, width, limbs)
-    return kernel if _compiles(warm) else None
 
 
 # The bookkeeping of exact sums (`exact.py`): integer sums of a step's gradients on this rank, and
@@ -548,13 +486,11 @@ class Counting:
         """Round one micro-batch's gradients of the parameters `members` and add them to `total`
         (n,), integers, in which the parameters lie one after the other."""
         flat = [(g.to_dense() if g.is_sparse else g).reshape(-1) for g in grads]
-        widest = torch.float64 if any(g.dtype is torch.float64 for g in flat) else torch.float32
-        flat = [g if g.dtype is widest else g.to(widest) for g in flat]
         shifts = [self.scales.shift(self._at[i]) for i in members]
         if self.device.type in CHUNKED:
             mine = self._peaks.all.numpy()
             for i, peak in zip(
-                members, add_rounded(flat, shifts, total, self.scratch), strict=True
+                members, add_rounded(_widened(flat), shifts, total, self.scratch), strict=True
             ):
                 if not peak <= mine[i]:  # also true for NaN
                     mine[i] = math.inf if math.isnan(peak) else peak
