@@ -12,6 +12,7 @@ from harness.worker.gradients import fixed_point, gpu_kernels
 
 SIZES = (40, 7, 1000, 100, 3, 5001, 0, 1024)
 SHIFTS = (40, 3, 141, 149, 0, 20, 5, -60)
+PLACES = (3, 1, 0, 2, 7, 6, 5, 4)
 MOST = {torch.float16: 20, torch.bfloat16: 120}  # shifts with which gradients are no subnormals
 
 
@@ -41,13 +42,15 @@ def check(dtype: torch.dtype, word: torch.dtype) -> None:
                 fixed_point.add_rounded([g], [shift], part, scratch)[0]
                 for g, shift, part in zip(wide, shifts, wanted.split(SIZES), strict=True)
             ]
-            assert gpu_kernels.add(grads, shifts, found).tolist() == peaks
+            kept = torch.zeros(9, dtype=torch.float64)
+            gpu_kernels.add(grads, shifts, found, kept, PLACES)
+            assert kept[list(PLACES)].tolist() == peaks and kept[8] == 0
         assert torch.equal(found, wanted)
         for weight in (24.0, 0.1):
             outs = [torch.empty(n, dtype=dtype) for n in SIZES]
             alone = [torch.empty(n, dtype=dtype) for n in SIZES]
             divisor = torch.tensor(weight, dtype=torch.float64)
-            gpu_kernels.divide(outs, found, divisor, shifts)
+            gpu_kernels.divide(outs, found.split(SIZES), shifts, divisor)
             for out, other, part, shift in zip(
                 outs, alone, found.split(SIZES), shifts, strict=True
             ):
@@ -55,7 +58,8 @@ def check(dtype: torch.dtype, word: torch.dtype) -> None:
                 same = torch.equal(out.view(torch.uint8), other.view(torch.uint8))
                 assert same or dtype is torch.bfloat16
     grads[5][77] = math.nan
-    assert math.isnan(gpu_kernels.add(grads, shifts, found)[5])
+    gpu_kernels.add(grads, shifts, found, kept, PLACES)
+    assert math.isnan(kept[PLACES[5]])
 
 
 def check_limbs(dtype: torch.dtype) -> None:

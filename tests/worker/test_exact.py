@@ -131,7 +131,8 @@ def test_order_and_grouping_do_not_matter(word):
         [scales.shift(0)] * 3,
     )
     for m in range(12):  # the GPU's way
-        peaks = add_rounded_together(grads[m].split(pieces), shifts, total)
+        peaks = torch.zeros(3, dtype=torch.float64)
+        add_rounded_together(grads[m].split(pieces), shifts, total, peaks, (0, 1, 2))
         assert peaks.tolist() == [float(part.abs().max()) for part in grads[m].split(pieces)]
     assert torch.equal(total, sum(ranks))
 
@@ -159,12 +160,12 @@ def test_gradients_divided_together_have_the_bits_of_those_divided_alone(weight,
     wanted, found = ([torch.empty(n, dtype=dtype) for n in sizes] for _ in range(2))
     for out, piece, shift in zip(wanted, torch.split(total, sizes), shifts, strict=True):
         divide_into(out, piece, weight, shift, fixed_point.Scratch())
-    fixed_point.divide_together(found, total, weight, shifts)
+    fixed_point.divide_together(found, total.split(sizes), weight, shifts)
     for a, b in zip(wanted, found, strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     narrow = total.clamp(-(2**31), 2**31 - 1).to(torch.int32)
     divide_into(wanted[2], narrow[3:503], weight, 3, fixed_point.Scratch())
-    fixed_point.divide_together(found[2:3], narrow[3:503], weight, [3])
+    fixed_point.divide_together(found[2:3], [narrow[3:503]], weight, [3])
     assert torch.equal(wanted[2], found[2])
 
 
@@ -183,9 +184,11 @@ def test_small_gradients_are_taken_together_each_in_its_own_unit():
     ]
     assert total.tolist() == wanted
     again = torch.zeros_like(total)
-    peaks = add_rounded_together(parts, shifts, again)
-    assert torch.equal(again, total) and peaks.tolist()[1:] == [float(parts[1].abs().max()), 0.0]
-    assert add_rounded_together(parts[2:], shifts[2:], again[:0]).tolist() == [0.0]
+    peaks = torch.zeros(3, dtype=torch.float64)
+    add_rounded_together(parts, shifts, again, peaks, (2, 0, 1))
+    assert torch.equal(again, total) and peaks.tolist()[:2] == [float(parts[1].abs().max()), 0.0]
+    add_rounded_together(parts[2:], shifts[2:], again[:0], peaks, (1,))
+    assert peaks[1] == 0.0
 
 
 @pytest.mark.parametrize("word", [64, 32])
@@ -265,10 +268,9 @@ def test_too_many_micro_batches_for_32_bits_are_refused():
 def test_what_is_not_finite_is_seen(bad, where):
     grad = torch.ones(100_000)
     grad[where] = bad
-    for found in (
-        add_rounded([grad], [10], torch.zeros(100_000, dtype=torch.int64), fixed_point.Scratch())[0],
-        float(add_rounded_together([grad], [10], torch.zeros(100_000, dtype=torch.int64))[0]),
-    ):
+    total, peaks = torch.zeros(100_000, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
+    add_rounded_together([grad], [10], total, peaks, (0,))
+    for found in (add_rounded([grad], [10], total, fixed_point.Scratch())[0], float(peaks[0])):
         assert not math.isfinite(found)
     assert math.isnan(float(exact_norm([grad], 100_000, grad.device)))
 

@@ -213,11 +213,11 @@ class World:
         """Give every rank the greatest peaks and the sums of all ranks' integers."""
         if len(self.strategies) == 1:
             return
-        peaks = torch.stack([s.counting._peaks.gathered() for s in self.strategies]).amax(0)
+        peaks = torch.stack([s.counting._peaks for s in self.strategies]).amax(0)
         buckets = zip(*(s._sums for s in self.strategies), strict=True)
         totals = [torch.stack(bucket).sum(0, dtype=bucket[0].dtype) for bucket in buckets]
         for strategy in self.strategies:
-            strategy.counting._peaks.all.copy_(peaks)
+            strategy.counting._peaks.copy_(peaks)
             for mine, total in zip(strategy._sums, totals, strict=True):
                 mine.copy_(total)
 
@@ -313,8 +313,9 @@ def rounding(bench: Bench, shapes: Sequence[tuple[int, ...]]) -> None:
             for g, shift, part in zip(grads, shifts, wanted.split(sizes), strict=True)
         ]
         with torch.no_grad():  # as in a hook of autograd's
-            there = fixed_point.add_rounded_together(
-                [g.to(bench.device) for g in grads], shifts, found
+            there = torch.zeros(len(sizes), dtype=torch.float64, device=bench.device)
+            fixed_point.add_rounded_together(
+                [g.to(bench.device) for g in grads], shifts, found, there, tuple(range(len(sizes)))
             )
         unlike = "" if same(found.cpu(), wanted) else differing(found.cpu(), wanted)
         if there.tolist() != peaks:
@@ -492,7 +493,7 @@ def weights(bench: Bench) -> None:
         wanted, found = torch.empty(n), torch.empty(n, device=bench.device)
         fixed_point.divide_into(wanted, total, weight, shift, scratch)
         moved = weight if isinstance(weight, float) else weight.to(bench.device)
-        fixed_point.divide_together([found], there, moved, [shift])
+        fixed_point.divide_together([found], [there], moved, [shift])
         differ = int((bits(found.cpu()) != bits(wanted)).sum())
         bench.checked(
             f"divided by a weight in a {what}, every gradient is the CPU's",
@@ -510,8 +511,9 @@ def no_elements(bench: Bench) -> None:
     unlike = world.step(order, on(bench.device, micros), 8.0).unlike(host)
     total = torch.zeros(3, dtype=torch.int64, device=bench.device)
     some = [torch.ones(3, device=bench.device), torch.ones(0, device=bench.device)]
-    peaks = fixed_point.add_rounded_together(some, [3, 3], total).tolist()
-    if peaks != [1.0, 0.0]:
+    told = torch.zeros(2, dtype=torch.float64, device=bench.device)
+    fixed_point.add_rounded_together(some, [3, 3], total, told, (0, 1))
+    if (peaks := told.tolist()) != [1.0, 0.0]:
         unlike += f" peaks {peaks}"
     bench.checked("a model with a parameter without elements", not unlike, unlike)
 
@@ -521,10 +523,11 @@ def speed(bench: Bench) -> None:
     n = 1 << 26
     grad = torch.randn(n, device=bench.device)
     total = torch.zeros(n, dtype=torch.int64, device=bench.device)
+    peaks = torch.zeros(1, dtype=torch.float64, device=bench.device)
 
     def add() -> None:
         with torch.no_grad():
-            fixed_point.add_rounded_together([grad], [40], total)
+            fixed_point.add_rounded_together([grad], [40], total, peaks, (0,))
 
     def steps() -> None:
         with torch.no_grad():

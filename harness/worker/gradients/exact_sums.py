@@ -289,13 +289,15 @@ class ExactSharded(Sharded):
         for group in self._groups:
             assert group.mine is not None
             column = 0
+            totals, grads = list[torch.Tensor](), list[torch.Tensor]()
             for i in group.members:
                 p: Any = self.parameters[i]
                 grad = torch.empty_like(p.to_local(), memory_format=torch.contiguous_format)
-                mine = group.mine[column : column + grad.numel()]
-                self.counting.write([i], mine, weight, [grad.view(-1)])
+                totals.append(group.mine[column : column + grad.numel()])
+                grads.append(grad.view(-1))
                 p.grad = sharded_as(p, grad)
                 column += self._columns(i, group.process_group.size())
+            self.counting.write(group.members, totals, weight, grads)
             group.mine = None
         self.counting.applied()
 
@@ -491,11 +493,10 @@ class ExactReplicated(Replicated):
         self.counting.must_not_repeat(self.again)
 
     def divide(self, weight: float | torch.Tensor) -> None:
-        for unit in self._units:
-            views = [self._views[self.parameters[i]] for i in unit.members]
-            self.counting.write(unit.members, unit.total, weight, [v.view(-1) for v in views])
-            for i, view in zip(unit.members, views, strict=True):
-                self.parameters[i].grad = view
+        views = [self._views[p] for p in self.parameters]
+        self.counting.write(range(len(views)), self._totals, weight, [v.view(-1) for v in views])
+        for p, view in zip(self.parameters, views, strict=True):
+            p.grad = view
         self.counting.applied()
 
     def norm(self) -> torch.Tensor:

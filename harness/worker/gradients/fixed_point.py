@@ -186,15 +186,22 @@ def _add_chunk(
 
 
 def add_rounded_together(
-    grads: list[torch.Tensor], shifts: Sequence[int], total: torch.Tensor
-) -> torch.Tensor:
-    """Add like `add_rounded`, on a GPU, for any sizes and dtypes. Return the peaks,
-    (len(grads),)."""
+    grads: list[torch.Tensor],
+    shifts: Sequence[int],
+    total: torch.Tensor,
+    peaks: torch.Tensor,
+    places: tuple[int, ...],
+) -> None:
+    """Add like `add_rounded`, on a GPU, for any sizes and dtypes. `peaks`: float64, of which those
+    at the gradients' `places` are raised to the gradients' peaks."""
     kernels = gpu_kernels(total.device)
-    if kernels is not None and len({g.dtype for g in grads}) == 1:
-        peaks: torch.Tensor = kernels.add(grads, shifts, total)
-        return peaks
-    return _add_in_steps(_widened(grads), shifts, total)
+    if kernels is not None:
+        alike = len({g.dtype for g in grads}) == 1
+        kernels.add(grads if alike else _widened(grads), shifts, total, peaks, places)
+        return
+    found = _add_in_steps(_widened(grads), shifts, total).double()
+    where = torch.tensor(places, device=peaks.device)
+    peaks[where] = torch.maximum(peaks[where], found)
 
 
 def _widened(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -259,24 +266,25 @@ def divide_into(
 
 def divide_together(
     outs: Sequence[torch.Tensor],
-    total: torch.Tensor,
+    totals: Sequence[torch.Tensor],
     weight: float | torch.Tensor,
     shifts: Sequence[int],
 ) -> None:
-    """Write the quotients of several pieces of `total`, as `divide_into` does for one. On a GPU
-    this takes few passes over memory. The pieces lie one after the other."""
+    """Write the quotients of several totals, as `divide_into` does for one, in one pass."""
+    device = totals[0].device
     if not isinstance(weight, torch.Tensor):
         # a GPU would multiply by the reciprocal of a number, which rounds twice
-        weight = torch.full((), weight, dtype=torch.float64, device=total.device)
-    kernels = gpu_kernels(total.device)
-    if kernels is not None and len({out.dtype for out in outs}) == 1:
-        kernels.divide(outs, total, weight.double(), shifts)
+        weight = torch.full((), weight, dtype=torch.float64, device=device)
+    kernels = gpu_kernels(device)
+    every = list(zip(outs, totals, shifts, strict=True))
+    if kernels is not None:
+        for dtype in dict.fromkeys(out.dtype for out in outs):
+            of_it = [one for one in every if one[0].dtype is dtype]
+            kernels.divide(*zip(*of_it, strict=True), weight.double())
         return
-    quotients = torch.div(total, weight)
-    for out, quotient, shift in zip(
-        outs, torch.split(quotients, [out.numel() for out in outs]), shifts, strict=True
-    ):
-        torch.mul(quotient, 2.0**-shift, out=out)  # exact but for the rounding to out's dtype
+    for out, total, shift in every:
+        # exact but for the rounding to out's dtype
+        torch.mul(torch.div(total, weight), 2.0**-shift, out=out)
 
 
 def exact_norm(
@@ -352,37 +360,6 @@ def _limbs(piece: torch.Tensor, scale: torch.Tensor, width: int, limbs: int) -> 
 MAX_REPEATS = 4  # of one step; one is enough when backward is deterministic
 
 
-class Peaks:
-    """The greatest |gradient| of each parameter in a step: `all` (n,), float64, once `gathered`.
-    Those of parameters whose gradients came together are kept together until then, since many small
-    kernels would keep a GPU waiting."""
-
-    def __init__(self, count: int, device: torch.device):
-        self.all = torch.zeros(count, dtype=torch.float64, device=device)
-        self._of: dict[tuple[int, ...], torch.Tensor] = {}
-        # Return a tensor of these indices on the device; it is kept, since a copy from the host
-        # waits for all that the device was told.
-        self.places = functools.cache(functools.partial(torch.tensor, device=device))
-
-    def clear(self) -> None:
-        self.all.zero_()
-        self._of.clear()
-
-    def add(self, members: tuple[int, ...], peaks: torch.Tensor) -> None:
-        """Note the peaks (len(members),) of one micro-batch."""
-        before = self._of.get(members)
-        self._of[members] = peaks if before is None else torch.maximum(before, peaks)
-
-    def gathered(self) -> torch.Tensor:
-        groups, members = self._of, tuple(i for key in self._of for i in key)
-        if len(set(members)) == len(members) > 0:  # else some also came in other company
-            groups = {members: torch.cat(list(groups.values()))}
-        for key, found in groups.items():
-            where = self.places(key)
-            self.all[where] = torch.maximum(self.all[where], found.double())
-        return self.all
-
-
 class Counting:
     """Rounding of gradients to integers, with the units of a whole model and the verdict of a step.
     Both exact strategies share it. Every rank knows the units of the whole model, even if it holds
@@ -412,7 +389,11 @@ class Counting:
         self.scales = Scales(len(whole) or len(parameters), word)
         self.scratch = Scratch()
         self._names = names
-        self._peaks = Peaks(len(parameters), self.device)
+        # of the whole model's parameters: the bits of the peaks, and 1 for what came in parts
+        self._told = torch.zeros(
+            2, len(self.scales.exponents), dtype=torch.int64, device=self.device
+        )
+        self._peaks = self._told[0].view(torch.float64)
         self._found: list[float] = []  # the peaks over all ranks, once `agree` has run
         self._seen: set[int] = set()  # in this micro-batch
         # Parameters whose gradients come in several parts for one micro-batch, on any rank: by
@@ -448,7 +429,7 @@ class Counting:
 
     def clear(self) -> None:
         """Forget peaks and verdict, before a step or a repetition of it."""
-        self._peaks.clear()
+        self._told.zero_()
         self._seen.clear()
         self._new_parts.clear()
         self.verdict = None
@@ -486,16 +467,16 @@ class Counting:
         """Round one micro-batch's gradients of the parameters `members` and add them to `total`
         (n,), integers, in which the parameters lie one after the other."""
         flat = [(g.to_dense() if g.is_sparse else g).reshape(-1) for g in grads]
-        shifts = [self.scales.shift(self._at[i]) for i in members]
+        places = tuple(self._at[i] for i in members)
+        shifts = [self.scales.shift(at) for at in places]
         if self.device.type in CHUNKED:
-            mine = self._peaks.all.numpy()
-            for i, peak in zip(
-                members, add_rounded(_widened(flat), shifts, total, self.scratch), strict=True
-            ):
-                if not peak <= mine[i]:  # also true for NaN
-                    mine[i] = math.inf if math.isnan(peak) else peak
+            mine = self._peaks.numpy()
+            found = add_rounded(_widened(flat), shifts, total, self.scratch)
+            for at, peak in zip(places, found, strict=True):
+                if not peak <= mine[at]:  # also true for NaN
+                    mine[at] = math.inf if math.isnan(peak) else peak
         else:
-            self._peaks.add(tuple(members), add_rounded_together(flat, shifts, total))
+            add_rounded_together(flat, shifts, total, self._peaks, places)
 
     def must_be_done(self, done: bool) -> None:
         """Raise BadInput unless all micro-batches of the step are `done`. Called before `agree`."""
@@ -508,16 +489,12 @@ class Counting:
     def agree(self) -> bool:
         """Judge the step after its last micro-batch. Return True, on all ranks alike, if it must be
         repeated. Raises HarnessError after MAX_REPEATS repetitions."""
-        here = torch.nan_to_num(self._peaks.gathered(), nan=math.inf, posinf=math.inf)
-        peaks = torch.zeros(len(self.scales.exponents), dtype=torch.float64, device=self.device)
-        peaks[self._peaks.places(tuple(self._at))] = here
-        parts = torch.zeros(len(peaks), dtype=torch.int64, device=self.device)
         if self._new_parts:
-            parts[[self._at[i] for i in sorted(self._new_parts)]] = 1
-        both = torch.cat([peaks.view(torch.int64), parts])
+            self._told[1, [self._at[i] for i in sorted(self._new_parts)]] = 1
         if self.world > 1:
-            dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        bits, parts = torch.split(both.cpu(), len(peaks))  # the only wait of a step for its device
+            # the bits of peaks sort like the peaks, and NaN's are above infinity's
+            dist.all_reduce(self._told, op=dist.ReduceOp.MAX)
+        bits, parts = self._told.cpu()  # the only wait of a step for its device
         self._found = bits.view(torch.float64).tolist()
         if bool(parts.any()):
             self._come_in_parts(parts.nonzero().view(-1).tolist())
@@ -579,24 +556,22 @@ class Counting:
     def write(
         self,
         members: Sequence[int],
-        total: torch.Tensor,
+        totals: Sequence[torch.Tensor],
         weight: float | torch.Tensor,
         outs: Sequence[torch.Tensor],
     ) -> None:
-        """Write the gradients of the parameters `members`, or pieces of them, to `outs`: `total`
-        (n,), in which they lie one after the other, divided by `weight`; or NaN if a gradient of
-        the step was NaN or infinite."""
+        """Write the gradients of the parameters `members`, or pieces of them, to `outs`: `totals`,
+        (n_i,) each, divided by `weight`; or NaN if a gradient of the step was NaN or infinite."""
         if self.verdict is RoundingVerdict.BAD:
             for out in outs:
                 out.fill_(math.nan)
             return
         shifts = [self.scales.shift(self._at[i]) for i in members]
-        if self.device.type not in CHUNKED:
-            divide_together(outs, total, weight, shifts)
+        if outs and self.device.type not in CHUNKED:
+            divide_together(outs, totals, weight, shifts)
             return
-        pieces = torch.split(total, [out.numel() for out in outs])
-        for out, piece, shift in zip(outs, pieces, shifts, strict=True):
-            divide_into(out, piece, weight, shift, self.scratch)
+        for out, total, shift in zip(outs, totals, shifts, strict=True):
+            divide_into(out, total, weight, shift, self.scratch)
 
     def applied(self) -> None:
         """Advance the units, after all gradients of a good step are written."""

@@ -1,9 +1,9 @@
 """The passes over memory that exact sums make on a GPU, as Triton kernels: each takes all gradients
 of a unit at once. Runs in the worker; imported only where there is Triton.
 
-A gradient's address and its shift come in a table, since a launch takes no list of tensors. A unit
-is cut into blocks, one for each program; which block is whose depends on sizes alone, so it is
-worked out once. Peaks and sums are integers when they meet, so their order does not matter.
+Addresses come in a table, since a launch takes no list of tensors. Gradients are cut into blocks,
+one for each program; which block is whose depends on sizes alone, so it is worked out once. Peaks
+and sums are integers when they meet, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -26,41 +27,46 @@ KINDS = {
 KEPT = 1024  # tables on the device; addresses and units mostly are those of an earlier step
 
 
-def add(grads: Sequence[torch.Tensor], shifts: Sequence[int], total: torch.Tensor) -> torch.Tensor:
-    """Add round(grad * 2**shift) to `total`, like `fixed_point.add_rounded`. `grads`: (n_i,) each,
-    all of one dtype. Return the peaks, (len(grads),), float64."""
-    peaks = torch.zeros(len(grads), dtype=torch.float64, device=total.device)
-    sizes = tuple(g.numel() for g in grads)
-    if programs := _count(sizes):
-        _add[(programs,)](
-            _table(tuple(g.data_ptr() for g in grads), tuple(shifts), total.device),
-            *_blocks(sizes, total.device),
+def add(
+    grads: Sequence[torch.Tensor],
+    shifts: Sequence[int],
+    total: torch.Tensor,
+    peaks: torch.Tensor,
+    places: tuple[int, ...],
+) -> None:
+    """Add like `fixed_point.add_rounded_together`. `grads`: (n_i,) each, all of one dtype."""
+    blocks = _blocks(tuple(g.numel() for g in grads), total.device)
+    if blocks.count:
+        rows = zip(_addresses(grads), blocks.addresses_in(total), shifts, places, strict=True)
+        _add[(blocks.count,)](
+            _table(tuple(rows), total.device),
+            blocks.table,
             total,
             peaks.view(torch.int64),
             KINDS[grads[0].dtype],
-            _is_aligned((*grads, total), sizes),
+            blocks.aligned and _are_aligned((*grads, total)),
             BLOCK,
         )
-    return peaks
 
 
 def divide(
     outs: Sequence[torch.Tensor],
-    total: torch.Tensor,
-    weight: torch.Tensor,
+    totals: Sequence[torch.Tensor],
     shifts: Sequence[int],
+    weight: torch.Tensor,
 ) -> None:
-    """Write total / (weight * 2**shift) into `outs`, like `fixed_point.divide_together`. `outs`:
-    (n_i,) each, all of one dtype; weight: 0-d float64 on the device."""
-    sizes = tuple(out.numel() for out in outs)
-    if programs := _count(sizes):
-        _divide[(programs,)](
-            _table(tuple(out.data_ptr() for out in outs), tuple(shifts), total.device),
-            *_blocks(sizes, total.device),
-            total,
+    """Divide like `fixed_point.divide_together`. `outs`, `totals`: (n_i,) each, all of one dtype;
+    weight: 0-d float64 on the device."""
+    blocks = _blocks(tuple(out.numel() for out in outs), weight.device)
+    if blocks.count:
+        rows = zip(_addresses(outs), _addresses(totals), shifts, strict=True)
+        _divide[(blocks.count,)](
+            _table(tuple(rows), weight.device),
+            blocks.table,
+            totals[0],
             weight,
             KINDS[outs[0].dtype],
-            _is_aligned((*outs, total), sizes),
+            blocks.aligned and _are_aligned((*outs, *totals)),
             BLOCK,
         )
 
@@ -70,27 +76,27 @@ def add_limbs(
 ) -> None:
     """Add the squares of `part` (n,), times scale**2, to `sums` (limbs,), int64, as
     `fixed_point._limbs` makes them. part: at most 32 bits wide; scale: 0-d float64."""
-    if programs := _count((part.numel(),)):
-        _add_limbs[(programs,)](part, part.numel(), scale, sums, width, limbs, BLOCK)
+    if numel := part.numel():
+        _add_limbs[(-(-numel // BLOCK),)](part, numel, scale, sums, width, limbs, BLOCK)
 
 
 def warm(device: torch.device) -> None:
     """Compile what a run needs, apart from the dtypes and sizes that only it knows. Raises whatever
     a missing compiler shows as."""
-    grad, weight = torch.zeros(4, device=device), torch.ones((), dtype=torch.float64, device=device)
+    grad, peaks = torch.zeros(4, device=device), torch.zeros(1, dtype=torch.float64, device=device)
     for word in (torch.int64, torch.int32):
         total = torch.zeros(4, dtype=word, device=device)
-        add([grad], [0], total)
-        divide([grad], total, weight, [0])
+        add([grad], [0], total, peaks, (0,))
+        divide([grad], [total], [0], torch.ones_like(peaks[0]))
 
 
-def _count(sizes: tuple[int, ...]) -> int:
-    return sum(-(-n // BLOCK) for n in sizes)
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [t.data_ptr() for t in tensors]
 
 
-def _is_aligned(tensors: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> bool:
+def _are_aligned(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether each may be read 16 bytes at a time."""
-    return all(t.data_ptr() % 16 == 0 for t in tensors) and all(n % 4 == 0 for n in sizes)
+    return all(t.data_ptr() % 16 == 0 for t in tensors)
 
 
 def _there(rows: Sequence[tuple[int, ...]], device: torch.device) -> torch.Tensor:
@@ -100,21 +106,31 @@ def _there(rows: Sequence[tuple[int, ...]], device: torch.device) -> torch.Tenso
 
 
 @functools.lru_cache(KEPT)
-def _table(
-    addresses: tuple[int, ...], shifts: tuple[int, ...], device: torch.device
-) -> torch.Tensor:
-    """Return (n, 2): address and shift of each gradient."""
-    return _there(list(zip(addresses, shifts, strict=True)), device)
+def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
+    """Return what a kernel is told of each tensor."""
+    return _there(rows, device)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Which program has which block of tensors of certain sizes."""
+
+    begins: list[int]  # of each tensor, where they lie one after the other
+    aligned: bool  # whether each begins there at a multiple of 16 bytes
+    count: int  # of programs
+    table: torch.Tensor  # (count, 3): its tensor, that one's size, the block's first element
+
+    def addresses_in(self, total: torch.Tensor) -> list[int]:
+        first, width = total.data_ptr(), total.element_size()
+        return [first + width * begin for begin in self.begins]
 
 
 @functools.lru_cache(KEPT)
-def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (n, 2), the place of each gradient in the total and its size; and (programs, 2), the
-    gradient of each program and its first element of it."""
-    begins = itertools.accumulate(sizes, initial=0)
-    layout = list(zip(begins, sizes, strict=False))
-    programs = [(i, first) for i, n in enumerate(sizes) for first in range(0, n, BLOCK)]
-    return _there(layout, device), _there(programs, device)
+def _blocks(sizes: tuple[int, ...], device: torch.device) -> _Blocks:
+    begins = list(itertools.accumulate(sizes, initial=0))[:-1]
+    programs = [(i, n, first) for i, n in enumerate(sizes) for first in range(0, n, BLOCK)]
+    aligned = all(n % 4 == 0 for n in sizes)
+    return _Blocks(begins, aligned, len(programs), _there(programs, device))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -127,27 +143,26 @@ def _rounded(x, LARGE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add(  # type: ignore[no-untyped-def]
-    table,
-    layout,
-    programs,
-    total,
+    table,  # (n, 4): addresses of gradient and of its total, shift, place among the peaks
+    blocks,
+    total,  # for its dtype
     peaks,
     KIND: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    of = tl.program_id(0)
-    i = tl.load(programs + 2 * of)
-    first = tl.load(programs + 2 * of + 1)
-    begin = tl.load(layout + 2 * i)
-    numel = tl.load(layout + 2 * i + 1)
-    grad = tl.load(table + 2 * i).to(tl.pointer_type(KIND))
-    shift = tl.load(table + 2 * i + 1)
+    block = blocks + 3 * tl.program_id(0)
+    row = table + 4 * tl.load(block)
+    numel = tl.load(block + 1)
+    first = tl.load(block + 2)
+    grad = tl.load(row).to(tl.pointer_type(KIND))
+    sums = tl.load(row + 1).to(total.dtype)
+    shift = tl.load(row + 2)
     if ALIGNED:
-        first = tl.multiple_of(first, BLOCK)
-        begin = tl.multiple_of(begin, 4)
         numel = tl.multiple_of(numel, 4)
+        first = tl.multiple_of(first, BLOCK)
         grad = tl.multiple_of(grad, 16)
+        sums = tl.multiple_of(sums, 16)
     at = first + tl.arange(0, BLOCK)
     g = tl.load(grad + at, mask=at < numel, other=0.0)
     # the bits of numbers >= 0 sort like the numbers, and NaN's are above infinity's
@@ -163,38 +178,36 @@ def _add(  # type: ignore[no-untyped-def]
         other = ((tl.maximum(shift - 126, 0) + 127) << 23).to(tl.int32)
         x = g * one.to(tl.float32, bitcast=True)
         x = _rounded(x * other.to(tl.float32, bitcast=True), 2.0**23)
-    tl.atomic_max(peaks + i, peak)
-    where = total + begin + at
-    before = tl.load(where, mask=at < numel, other=0)
-    tl.store(where, before + x.to(before.dtype), mask=at < numel)
+    tl.atomic_max(peaks + tl.load(row + 3), peak)
+    before = tl.load(sums + at, mask=at < numel, other=0)
+    tl.store(sums + at, before + x.to(before.dtype), mask=at < numel)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _divide(  # type: ignore[no-untyped-def]
-    table,
-    layout,
-    programs,
-    total,
+    table,  # (n, 3): addresses of quotient and total, shift
+    blocks,
+    total,  # for its dtype
     weight,
     KIND: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    of = tl.program_id(0)
-    i = tl.load(programs + 2 * of)
-    first = tl.load(programs + 2 * of + 1)
-    begin = tl.load(layout + 2 * i)
-    numel = tl.load(layout + 2 * i + 1)
-    out = tl.load(table + 2 * i).to(tl.pointer_type(KIND))
-    shift = tl.load(table + 2 * i + 1)
+    block = blocks + 3 * tl.program_id(0)
+    row = table + 3 * tl.load(block)
+    numel = tl.load(block + 1)
+    first = tl.load(block + 2)
+    out = tl.load(row).to(tl.pointer_type(KIND))
+    sums = tl.load(row + 1).to(total.dtype)
+    shift = tl.load(row + 2)
     if ALIGNED:
-        first = tl.multiple_of(first, BLOCK)
-        begin = tl.multiple_of(begin, 4)
         numel = tl.multiple_of(numel, 4)
+        first = tl.multiple_of(first, BLOCK)
         out = tl.multiple_of(out, 16)
+        sums = tl.multiple_of(sums, 16)
     at = first + tl.arange(0, BLOCK)
-    t = tl.load(total + begin + at, mask=at < numel, other=0).to(tl.float64)
-    q = t / tl.load(weight) * ((1023 - shift) << 52).to(tl.float64, bitcast=True)
+    q = tl.load(sums + at, mask=at < numel, other=0).to(tl.float64) / tl.load(weight)
+    q = q * ((1023 - shift) << 52).to(tl.float64, bitcast=True)
     if KIND.primitive_bitwidth < 64:
         q = q.to(tl.float32)  # narrower ones too are rounded by way of it, as torch does
     tl.store(out + at, q.to(KIND), mask=at < numel)
