@@ -5,6 +5,7 @@ a GPU rounds it to bfloat16, so those are left to `make gpu`."""
 from __future__ import annotations
 
 import math
+from unittest.mock import patch
 
 import torch
 
@@ -50,7 +51,7 @@ def check(dtype: torch.dtype, word: torch.dtype) -> None:
             outs = [torch.empty(n, dtype=dtype) for n in SIZES]
             alone = [torch.empty(n, dtype=dtype) for n in SIZES]
             divisor = torch.tensor(weight, dtype=torch.float64)
-            gpu_kernels.divide(outs, found.split(SIZES), shifts, divisor)
+            gpu_kernels.division(outs, found.split(SIZES), shifts)(divisor)
             for out, other, part, shift in zip(
                 outs, alone, found.split(SIZES), shifts, strict=True
             ):
@@ -62,18 +63,20 @@ def check(dtype: torch.dtype, word: torch.dtype) -> None:
     assert math.isnan(kept[PLACES[5]])
 
 
-def check_limbs(dtype: torch.dtype) -> None:
-    part = (torch.randn(7333) * 0.01).to(dtype)
-    for width, limbs in ((34, 2), (26, 3), (20, 4)):
-        scale = torch.tensor(2.0 ** (width // 2), dtype=torch.float64)
-        sums = torch.zeros(limbs, dtype=torch.int64)
-        gpu_kernels.add_limbs(part, scale, width, limbs, sums)
-        assert torch.equal(sums, fixed_point._limbs(part, scale, width, limbs))
+def check_norm(dtype: torch.dtype, exponent: int) -> None:
+    parts = [(torch.randn(n) * 2.0**exponent).to(dtype) for n in (7333, 1, 4096)]
+    numel = 11_430
+    wanted = fixed_point.exact_norm(parts, numel, parts[0].device)
+    with patch.object(fixed_point, "gpu_kernels", lambda device: gpu_kernels):
+        assert torch.equal(fixed_point.exact_norm(parts, numel, parts[0].device), wanted)
+        parts[0][-1] = math.nan
+        assert fixed_point.exact_norm(parts, numel, parts[0].device).isnan()
 
 
 if __name__ == "__main__":
     for word in fixed_point.INTEGERS.values():
         for dtype in gpu_kernels.KINDS:
             check(dtype, word)
-    for dtype in (torch.float32, torch.bfloat16):
-        check_limbs(dtype)
+    for exponent in (-100, 0, 100):
+        check_norm(torch.float32, exponent)
+        check_norm(torch.bfloat16, exponent)

@@ -160,12 +160,12 @@ def test_gradients_divided_together_have_the_bits_of_those_divided_alone(weight,
     wanted, found = ([torch.empty(n, dtype=dtype) for n in sizes] for _ in range(2))
     for out, piece, shift in zip(wanted, torch.split(total, sizes), shifts, strict=True):
         divide_into(out, piece, weight, shift, fixed_point.Scratch())
-    fixed_point.divide_together(found, total.split(sizes), weight, shifts)
+    fixed_point.division(found, total.split(sizes), shifts)(weight)
     for a, b in zip(wanted, found, strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     narrow = total.clamp(-(2**31), 2**31 - 1).to(torch.int32)
     divide_into(wanted[2], narrow[3:503], weight, 3, fixed_point.Scratch())
-    fixed_point.divide_together(found[2:3], [narrow[3:503]], weight, [3])
+    fixed_point.division(found[2:3], [narrow[3:503]], [3])(weight)
     assert torch.equal(wanted[2], found[2])
 
 

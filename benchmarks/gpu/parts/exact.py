@@ -493,7 +493,7 @@ def weights(bench: Bench) -> None:
         wanted, found = torch.empty(n), torch.empty(n, device=bench.device)
         fixed_point.divide_into(wanted, total, weight, shift, scratch)
         moved = weight if isinstance(weight, float) else weight.to(bench.device)
-        fixed_point.divide_together([found], [there], moved, [shift])
+        fixed_point.division([found], [there], [shift])(moved)
         differ = int((bits(found.cpu()) != bits(wanted)).sum())
         bench.checked(
             f"divided by a weight in a {what}, every gradient is the CPU's",

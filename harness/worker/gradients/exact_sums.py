@@ -53,7 +53,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.core.world import BadInput
-from harness.worker.gradients.fixed_point import NAMES, WORDS, Counting
+from harness.worker.gradients.fixed_point import NAMES, WORDS, Counting, Division
 from harness.worker.gradients.parallel import BUCKET_BYTES, Replicated, Sharded, laid_out, staged_on
 from harness.worker.gradients.sharding import (
     fsdp_groups,
@@ -297,7 +297,7 @@ class ExactSharded(Sharded):
                 grads.append(grad.view(-1))
                 p.grad = sharded_as(p, grad)
                 column += self._columns(i, group.process_group.size())
-            self.counting.write(group.members, totals, weight, grads)
+            self.counting.division(group.members, totals, grads)(weight)
             group.mine = None
         self.counting.applied()
 
@@ -377,6 +377,7 @@ class ExactReplicated(Replicated):
         super().__init__(parameters, bucket_bytes, group)
         self.sums = NAMES[word]
         self._last = False  # the last micro-batch of a step has begun
+        self._division: Division | None = None
 
     def _build(self, bucket_bytes: int) -> None:
         # alone, nothing is sent while the backward goes on: fewer and larger buckets
@@ -479,6 +480,9 @@ class ExactReplicated(Replicated):
         self._close()
         while len(self._sent) < len(self._flats):  # parameters that took no part in the forward
             self._send(len(self._sent))
+        # made here, since a device is at work until the step is judged
+        views = [self._views[p].view(-1) for p in self.parameters]
+        self._division = self.counting.division(range(len(views)), self._totals, views)
         repeat = self.counting.agree()
         for work in self._sent:
             if work is not None:
@@ -493,10 +497,10 @@ class ExactReplicated(Replicated):
         self.counting.must_not_repeat(self.again)
 
     def divide(self, weight: float | torch.Tensor) -> None:
-        views = [self._views[p] for p in self.parameters]
-        self.counting.write(range(len(views)), self._totals, weight, [v.view(-1) for v in views])
-        for p, view in zip(self.parameters, views, strict=True):
-            p.grad = view
+        assert self._division is not None, "no step has been judged"
+        self._division(weight)
+        for p in self.parameters:
+            p.grad = self._views[p]
         self.counting.applied()
 
     def norm(self) -> torch.Tensor:

@@ -264,27 +264,33 @@ def divide_into(
         o.copy_(scratch.of(torch.float64, t.numel())[-1].copy_(t).div_(below))
 
 
-def divide_together(
-    outs: Sequence[torch.Tensor],
-    totals: Sequence[torch.Tensor],
-    weight: float | torch.Tensor,
-    shifts: Sequence[int],
-) -> None:
-    """Write the quotients of several totals, as `divide_into` does for one, in one pass."""
-    device = totals[0].device
-    if not isinstance(weight, torch.Tensor):
-        # a GPU would multiply by the reciprocal of a number, which rounds twice
-        weight = torch.full((), weight, dtype=torch.float64, device=device)
-    kernels = gpu_kernels(device)
+Division = Callable[[float | torch.Tensor], None]  # by a weight
+
+
+def division(
+    outs: Sequence[torch.Tensor], totals: Sequence[torch.Tensor], shifts: Sequence[int]
+) -> Division:
+    """Return what writes the quotients of several totals, as `divide_into` does for one, on a GPU.
+    What it is told can be made ready while the device is still at work."""
     every = list(zip(outs, totals, shifts, strict=True))
-    if kernels is not None:
-        for dtype in dict.fromkeys(out.dtype for out in outs):
-            of_it = [one for one in every if one[0].dtype is dtype]
-            kernels.divide(*zip(*of_it, strict=True), weight.double())
-        return
-    for out, total, shift in every:
-        # exact but for the rounding to out's dtype
-        torch.mul(torch.div(total, weight), 2.0**-shift, out=out)
+    device = totals[0].device
+    kernels = gpu_kernels(device)
+    ready = []
+    for dtype in dict.fromkeys(out.dtype for out in outs) if kernels else ():
+        alike = [one for one in every if one[0].dtype is dtype]
+        ready.append(kernels.division(*zip(*alike, strict=True)))
+
+    def divide(weight: float | torch.Tensor) -> None:
+        if not isinstance(weight, torch.Tensor):
+            # a GPU would multiply by the reciprocal of a number, which rounds twice
+            weight = torch.full((), weight, dtype=torch.float64, device=device)
+        for one in ready:
+            one(weight.double())
+        for out, total, shift in () if kernels else every:
+            # exact but for the rounding to out's dtype
+            torch.mul(torch.div(total, weight), 2.0**-shift, out=out)
+
+    return divide
 
 
 def exact_norm(
@@ -302,37 +308,44 @@ def exact_norm(
     error of the sum below 2**-20 at worst, 2**-24 and less in practice.
     """
     parts = [p for p in parts if p.numel()]
-    top = torch.zeros((), dtype=torch.float64, device=device)
-    if parts:
-        top = torch.stack(torch._foreach_norm(parts, math.inf)).max().double()
-    # the bits of numbers >= 0 sort like the numbers
-    bits = torch.nan_to_num(top, nan=math.inf, posinf=math.inf).view(torch.int64)
-    if greatest is not None:
-        greatest(bits)
-    # |x| < 2**exponent; all stays on the device, so that no host waits for it
-    exponent = torch.frexp(bits.view(torch.float64)).exponent.long().clamp(-900, 1000)
     width = (62 - numel.bit_length()) // 2 * 2  # bits of a limb: numel of them sum below 2**62
     # all rounding in the last limb together is below 2**-22 of the greatest square
     limbs = -(-(numel.bit_length() + 22) // width)
-    scale = _power_of_two(width // 2 - exponent)
-    sums = torch.zeros(limbs, dtype=torch.int64, device=device)
-    kernels = gpu_kernels(device)
-    for part in parts:
-        if kernels is not None and part.dtype.itemsize <= 4:  # squares of wide floats are rounded
-            kernels.add_limbs(part, scale, width, limbs, sums)
-            continue
-        for piece in torch.split(part, CHUNK if device.type == "cpu" else 1 << 24):
-            sums += _limbs(piece, scale, width, limbs)
+    # squares of wide floats are rounded, which kernels would do otherwise
+    kernels = gpu_kernels(device) if all(p.dtype.itemsize <= 4 for p in parts) else None
+    # all stays on the device, so that no host waits for it
+    bits = kernels.top(parts, device) if kernels else _top(parts, device)
+    if greatest is not None:
+        greatest(bits)
+    if kernels:
+        sums = kernels.limbs(parts, bits, width, limbs)
+    else:
+        sums = torch.zeros(limbs, dtype=torch.int64, device=device)
+        scale = _power_of_two(width // 2 - _exponent(bits))
+        for part in parts:
+            for piece in torch.split(part, CHUNK if device.type == "cpu" else 1 << 24):
+                sums += _limbs(piece, scale, width, limbs)
     if add_up is not None:
         add_up(sums)
-    square = torch.zeros((), dtype=torch.float64, device=device)
-    for limb in sums.double():
-        square = square * 2.0**width + limb
-    norm = (square * 2.0 ** (-limbs * width)).sqrt() * _power_of_two(exponent)
-    return torch.where(bits == INFINITY, math.nan, norm).float()
+    norm: torch.Tensor = kernels.root(sums, bits, width) if kernels else _root(sums, bits, width)
+    return norm
 
 
 INFINITY = 0x7FF0_0000_0000_0000  # the bits of float64's
+
+
+def _top(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the bits of the greatest magnitude as float64, which sort like the numbers; those of
+    infinity if one is NaN; 0-d int64."""
+    top = torch.zeros((), dtype=torch.float64, device=device)
+    if parts:
+        top = torch.stack(torch._foreach_norm(parts, math.inf)).max().double()
+    return torch.nan_to_num(top, nan=math.inf, posinf=math.inf).view(torch.int64)
+
+
+def _exponent(bits: torch.Tensor) -> torch.Tensor:
+    """Return e with |x| < 2**e for all x whose greatest `bits` are of."""
+    return torch.frexp(bits.view(torch.float64)).exponent.long().clamp(-900, 1000)
 
 
 def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
@@ -352,6 +365,15 @@ def _limbs(piece: torch.Tensor, scale: torch.Tensor, width: int, limbs: int) -> 
         x.frac_().mul_(2.0**width)
     sums.append(x.round_().to(torch.int64).sum())
     return torch.stack(sums)
+
+
+def _root(sums: torch.Tensor, bits: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the norm whose square has the limbs `sums`; 0-d float32."""
+    square = torch.zeros((), dtype=torch.float64, device=sums.device)
+    for limb in sums.double():
+        square = square * 2.0**width + limb
+    norm = (square * 2.0 ** (-len(sums) * width)).sqrt() * _power_of_two(_exponent(bits))
+    return torch.where(bits == INFINITY, math.nan, norm).float()
 
 
 # The bookkeeping of exact sums (`exact.py`): integer sums of a step's gradients on this rank, and
@@ -553,25 +575,31 @@ class Counting:
                 "did not run to its end"
             )
 
-    def write(
+    def division(
         self,
         members: Sequence[int],
         totals: Sequence[torch.Tensor],
-        weight: float | torch.Tensor,
         outs: Sequence[torch.Tensor],
-    ) -> None:
-        """Write the gradients of the parameters `members`, or pieces of them, to `outs`: `totals`,
-        (n_i,) each, divided by `weight`; or NaN if a gradient of the step was NaN or infinite."""
-        if self.verdict is RoundingVerdict.BAD:
-            for out in outs:
-                out.fill_(math.nan)
-            return
+    ) -> Division:
+        """Return what writes the gradients of the parameters `members`, or pieces of them, to
+        `outs`: `totals`, (n_i,) each, divided by a weight; or NaN if a gradient of the step was NaN
+        or infinite. It holds for this step's units."""
         shifts = [self.scales.shift(self._at[i]) for i in members]
-        if outs and self.device.type not in CHUNKED:
-            divide_together(outs, totals, weight, shifts)
-            return
-        for out, total, shift in zip(outs, totals, shifts, strict=True):
-            divide_into(out, total, weight, shift, self.scratch)
+        many = (
+            division(outs, totals, shifts) if outs and self.device.type not in CHUNKED else None
+        )
+
+        def divide(weight: float | torch.Tensor) -> None:
+            if self.verdict is RoundingVerdict.BAD:
+                for out in outs:
+                    out.fill_(math.nan)
+            elif many is not None:
+                many(weight)
+            else:
+                for out, total, shift in zip(outs, totals, shifts, strict=True):
+                    divide_into(out, total, weight, shift, self.scratch)
+
+        return divide
 
     def applied(self) -> None:
         """Advance the units, after all gradients of a good step are written."""

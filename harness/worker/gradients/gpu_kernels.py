@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,35 +49,52 @@ def add(
         )
 
 
-def divide(
-    outs: Sequence[torch.Tensor],
-    totals: Sequence[torch.Tensor],
-    shifts: Sequence[int],
-    weight: torch.Tensor,
-) -> None:
-    """Divide like `fixed_point.divide_together`. `outs`, `totals`: (n_i,) each, all of one dtype;
-    weight: 0-d float64 on the device."""
-    blocks = _blocks(tuple(out.numel() for out in outs), weight.device)
-    if blocks.count:
-        rows = zip(_addresses(outs), _addresses(totals), shifts, strict=True)
-        _divide[(blocks.count,)](
-            _table(tuple(rows), weight.device),
-            blocks.table,
-            totals[0],
-            weight,
-            KINDS[outs[0].dtype],
-            blocks.aligned and _are_aligned((*outs, *totals)),
-            BLOCK,
+def division(
+    outs: Sequence[torch.Tensor], totals: Sequence[torch.Tensor], shifts: Sequence[int]
+) -> Callable[[torch.Tensor], None]:
+    """Return what divides like `fixed_point.division`, by a weight: 0-d float64 on the device.
+    `outs`, `totals`: (n_i,) each, all of one dtype."""
+    device = totals[0].device
+    blocks = _blocks(tuple(out.numel() for out in outs), device)
+    rows = zip(_addresses(outs), _addresses(totals), shifts, strict=True)
+    table = _table(tuple(rows), device)
+    aligned = blocks.aligned and _are_aligned((*outs, *totals))
+    kind = KINDS[outs[0].dtype]
+
+    def divide(weight: torch.Tensor) -> None:
+        if blocks.count:
+            _divide[(blocks.count,)](
+                table, blocks.table, totals[0], weight, kind, aligned, BLOCK
+            )
+
+    return divide
+
+
+def top(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return what `fixed_point._top` does. `parts`: (n_i,), not empty, at most 32 bits wide."""
+    bits = torch.zeros((), dtype=torch.int64, device=device)
+    for part in parts:
+        _top[(triton.cdiv(part.numel(), BLOCK),)](part, part.numel(), bits, BLOCK)
+    return bits
+
+
+def limbs(
+    parts: Sequence[torch.Tensor], bits: torch.Tensor, width: int, count: int
+) -> torch.Tensor:
+    """Return the sums of `fixed_point._limbs` over all `parts`, (count,). `bits`: their `top`."""
+    sums = torch.zeros(count, dtype=torch.int64, device=bits.device)
+    for part in parts:
+        _add_limbs[(triton.cdiv(part.numel(), BLOCK),)](
+            part, part.numel(), bits, sums, width, count, BLOCK
         )
+    return sums
 
 
-def add_limbs(
-    part: torch.Tensor, scale: torch.Tensor, width: int, limbs: int, sums: torch.Tensor
-) -> None:
-    """Add the squares of `part` (n,), times scale**2, to `sums` (limbs,), int64, as
-    `fixed_point._limbs` makes them. part: at most 32 bits wide; scale: 0-d float64."""
-    if numel := part.numel():
-        _add_limbs[(-(-numel // BLOCK),)](part, numel, scale, sums, width, limbs, BLOCK)
+def root(sums: torch.Tensor, bits: torch.Tensor, width: int) -> torch.Tensor:
+    """Return what `fixed_point._root` does."""
+    norm = torch.empty((), dtype=torch.float32, device=bits.device)
+    _root[(1,)](sums, bits, norm, width, len(sums))
+    return norm
 
 
 def warm(device: torch.device) -> None:
@@ -87,7 +104,9 @@ def warm(device: torch.device) -> None:
     for word in (torch.int64, torch.int32):
         total = torch.zeros(4, dtype=word, device=device)
         add([grad], [0], total, peaks, (0,))
-        divide([grad], [total], [0], torch.ones_like(peaks[0]))
+        division([grad], [total], [0])(torch.ones_like(peaks[0]))
+    bits = top([grad], device)
+    root(limbs([grad], bits, 34, 2), bits, 34)
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -214,20 +233,50 @@ def _divide(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _top(part, numel, bits, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(part + at, mask=at < numel, other=0.0).to(tl.float32)
+    narrow = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=0)
+    peak = narrow.to(tl.float32, bitcast=True).to(tl.float64).to(tl.int64, bitcast=True)
+    tl.atomic_max(bits, tl.minimum(peak, 0x7FF0_0000_0000_0000))  # infinity's; NaN's are above
+
+
+@triton.jit
+def _exponent(bits):  # type: ignore[no-untyped-def]
+    found = tl.minimum(tl.maximum((bits >> 52) - 1022, -900), 1000)
+    return tl.where(bits == 0, 0, found)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _add_limbs(  # type: ignore[no-untyped-def]
     part,
     numel,
-    scale,
+    bits,
     sums,
     WIDTH: tl.constexpr,
     LIMBS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(part + at, mask=at < numel, other=0.0).to(tl.float64) * tl.load(scale)
+    scale = (WIDTH // 2 - _exponent(tl.load(bits)) + 1023) << 52
+    x = tl.load(part + at, mask=at < numel, other=0.0).to(tl.float64)
+    x = x * scale.to(tl.float64, bitcast=True)
     x = x * x  # exact, and below 2**WIDTH
     for limb in tl.static_range(LIMBS - 1):
         whole = x.to(tl.int64)
         tl.atomic_add(sums + limb, tl.sum(whole, axis=0))
         x = (x - whole.to(tl.float64)) * (2.0**WIDTH)
     tl.atomic_add(sums + LIMBS - 1, tl.sum(_rounded(x, 2.0**52).to(tl.int64), axis=0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _root(  # type: ignore[no-untyped-def]
+    sums, bits, norm, WIDTH: tl.constexpr, LIMBS: tl.constexpr
+):
+    square = tl.load(sums).to(tl.float64)
+    for limb in tl.static_range(1, LIMBS):
+        square = square * (2.0**WIDTH) + tl.load(sums + limb).to(tl.float64)
+    top = tl.load(bits)
+    power = ((_exponent(top) + 1023) << 52).to(tl.float64, bitcast=True)
+    found = tl.sqrt(square * (2.0 ** (-LIMBS * WIDTH))) * power
+    tl.store(norm, tl.where(top == 0x7FF0_0000_0000_0000, float("nan"), found).to(tl.float32))
