@@ -110,6 +110,11 @@ class SourceText:
         ]
         return min(lines, default=0)
 
+    def mentions(self, attribute: str) -> bool:
+        """Return whether the script uses an attribute of that name."""
+        nodes = ast.walk(self.tree) if self.tree else ()
+        return any(isinstance(node, ast.Attribute) and node.attr == attribute for node in nodes)
+
     def _scopes(self, function: str) -> Iterator[Scope]:
         if self.tree is None:
             return

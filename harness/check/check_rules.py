@@ -56,7 +56,7 @@ def rulings(case: Case) -> list[Ruling]:
     rules: tuple[Callable[[Case], Iterator[Ruling]], ...] = (
         *(resumes, forgotten, read_again, after_an_epoch),
         *(met, shared_out, drawn_alike, statistics, summed),
-        *(files, noticed, agree, ends, falls),
+        *(files, left_behind, noticed, agree, ends, falls),
     )
     return [ruling for rule in rules for ruling in rule(case)]
 
@@ -266,6 +266,23 @@ def files(case: Case) -> Iterator[Ruling]:
         yield Ruling(promise, NOTE, what, later.where, "arguments with which it writes sooner")
     elif not by_path:
         yield Ruling(promise, HOLDS, f"it wrote none {seen}")
+
+
+def left_behind(case: Case) -> Iterator[Ruling]:
+    """Say which files are on a node, and go with it. `run.files` keeps those that it is given."""
+    runs = [case.one, *([case.two] if case.two else [])]
+    written = {w.path: w.where for run in runs for life in run.lives for w in life.written}
+    if not written or case.source.mentions("files"):
+        return
+    path, where = next(iter(written.items()))
+    more = f" and {plural(len(written) - 1, 'other file')}" if len(written) > 1 else ""
+    verb = "are" if more else "is"
+    what = f"{path}{more} {verb} on the node's disk, which goes when the node goes"
+    remedy = (
+        "train from snapshots, and get the model with `harness snapshots export`; or write to a "
+        "bucket that the task mounts, or keep them with run.files"
+    )
+    yield Ruling("keeps the script's files", NOTE, what, where, remedy)
 
 
 def noticed(case: Case) -> Iterator[Ruling]:

@@ -481,6 +481,21 @@ def test_no_file_is_told_with_how_far_it_was_looked(source):
     assert "it wrote no m.pt in 3 steps of two workers; one worker did, later" in ruling.what
 
 
+def test_files_that_go_with_a_node_are_named(source, tmp_path):
+    def kept(found):
+        return [r for r in found if r.promise == "keeps the script's files"]
+
+    wrote = (FileWritten("out/m.pt", "train.py:30"), FileWritten("out/o.pt", "train.py:31"))
+    (ruling,) = kept(judged(source, one(first=before(written=wrote))))
+    assert (ruling.state, ruling.where) == (NOTE, "train.py:30")
+    assert ruling.what.startswith("out/m.pt and 1 other file are on the node's disk")
+    assert "harness snapshots export" in ruling.remedy
+    assert not kept(judged(source))
+    path = tmp_path / "keeps.py"
+    path.write_text(SCRIPT + "run.files.save('out')\n")
+    assert not kept(judged(SourceText.read(str(path)), one(first=before(written=wrote))))
+
+
 def of_weights(weights, lives):
     said = Prepared("train.py:12", weights=weights)
     return tuple(dataclasses.replace(each, prepared=said) for each in lives)
