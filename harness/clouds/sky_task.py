@@ -48,6 +48,7 @@ class Task:
     num_nodes: int = 1
     resources: Mapping[str, Any] = field(default_factory=dict)
     file_mounts: Mapping[str, Any] = field(default_factory=dict)
+    volumes: Mapping[str, Any] = field(default_factory=dict)  # path on nodes -> SkyPilot's volume
     managed_secrets: tuple[str, ...] = ()  # names whose values only a SkyPilot server knows
 
     @property
@@ -132,6 +133,7 @@ def load(
         num_nodes=num_nodes,
         resources=config.get("resources") or {},
         file_mounts=config.get("file_mounts") or {},
+        volumes=config.get("volumes") or {},
         managed_secrets=managed,
     )
 
@@ -163,6 +165,11 @@ def check_local(task: Task) -> None:
             f"{task.path}: file_mounts: the local cloud, whose nodes are processes of this "
             f"computer, would have to write {elsewhere[0]!r} here; read it by its URL, or mount "
             "a path at itself"
+        )
+    if task.volumes:
+        raise BadInput(
+            f"{task.path}: volumes: the local cloud has none, and {min(task.volumes)!r} would be "
+            "an ordinary path of this computer; read it by its URL, or from a folder that is here"
         )
     if task.managed_secrets:
         name = task.managed_secrets[0]
