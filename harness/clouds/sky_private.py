@@ -1,6 +1,5 @@
-"""What we use of SkyPilot 0.14 beside its public SDK, all of it: a function for each thing, so that
-a new version of SkyPilot is checked here (`tests/clouds/test_sky_private.py` has a contract for
-each).
+"""Everything that we use of SkyPilot 0.14 beside its public SDK has a function here. A new version
+of SkyPilot is checked by it: `tests/clouds/test_sky_private.py` has a contract for each.
 
 Nothing here decides anything. SkyPilot is imported by the functions, in the process that calls
 them: the broker, SkyPilot's own server, or a command that reads a task file.
@@ -19,7 +18,7 @@ def _sky(module: str) -> Any:
 
 # ---- the optimizer -------------------------------------------------------------------------------
 def launchable(task: Any) -> tuple[set[Any], set[str]]:
-    """Return all resources at which a `sky.Task` can be launched, on the enabled clouds, and
+    """Return all resources at which a task of SkyPilot can be launched, on the enabled clouds, and
     SkyPilot's hints for what it cannot."""
     found, _, _, hints = _sky("optimizer")._fill_in_launchable_resources(task, None, quiet=True)
     resources = {one for choices in found.values() for one in choices}
