@@ -58,9 +58,10 @@ def check(
     began_s = time.monotonic()
     folder = Path(keep) if keep else Path(tempfile.mkdtemp(prefix="harness-check-"))
     try:
-        alone = one(Course(folder / "one", asked, began_s + FIRST * within_s))
+        all_s = began_s + within_s
+        alone = one(Course(folder / "one", asked, began_s + FIRST * within_s, all_s))
         seen = any(life.steps for life in alone.lives)
-        pair = two(Course(folder / "two", asked, began_s + within_s)) if seen else None
+        pair = two(Course(folder / "two", asked, all_s, all_s)) if seen else None
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)

@@ -8,7 +8,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.check.evidence import Gradient, Outcome, RankLife
@@ -61,7 +61,7 @@ class SourceText:
         function, base = root_of(name)
         read: set[ast.AST] = set()
         shown: set[ast.AST] = set()
-        for node in (n for scope in self._scopes(function) for n in ast.walk(scope)):
+        for node in (n for scope in self._scopes(function) for n in _within(scope, base)):
             if isinstance(node, ast.Name) and node.id == base and isinstance(node.ctx, ast.Load):
                 read.add(node)
             elif isinstance(node, ast.stmt) and _only_shows(node):
@@ -110,6 +110,11 @@ class SourceText:
         ]
         return min(lines, default=0)
 
+    def mentions(self, attribute: str) -> bool:
+        """Return whether the script uses an attribute of that name."""
+        nodes = ast.walk(self.tree) if self.tree else ()
+        return any(isinstance(node, ast.Attribute) and node.attr == attribute for node in nodes)
+
     def _scopes(self, function: str) -> Iterator[Scope]:
         if self.tree is None:
             return
@@ -131,6 +136,36 @@ def _only_shows(statement: ast.stmt) -> bool:
     if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)):
         return False
     return ast.unparse(statement.value.func).rpartition(".")[2] in SHOWING
+
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def _within(scope: ast.AST, name: str) -> Iterator[ast.AST]:
+    """Yield the nodes of a scope, without those inner ones where `name` is another variable."""
+    yield scope
+    for node in ast.iter_child_nodes(scope):
+        if not _hides(node, name):
+            yield from _within(node, name)
+
+
+def _hides(node: ast.AST, name: str) -> bool:
+    """Return whether a function or comprehension has a variable `name` of its own."""
+    if isinstance(node, COMPREHENSIONS):
+        return any(name in _bound_by(each.target) for each in node.generators)
+    if not isinstance(node, FUNCTIONS):
+        return False
+    inner = [n for part in ast.iter_child_nodes(node) for n in ast.walk(part)]
+    if any(isinstance(n, (ast.Global, ast.Nonlocal)) and name in n.names for n in inner):
+        return False
+    return any(isinstance(n, ast.arg) and n.arg == name for n in inner) or name in _bound_by(node)
+
+
+def _bound_by(node: ast.AST) -> set[str]:
+    """Return the names that are given a value below a node."""
+    names = (n for n in ast.walk(node) if isinstance(n, ast.Name))
+    return {n.id for n in names if isinstance(n.ctx, ast.Store)}
 
 
 def root_of(name: str) -> tuple[str, str]:
@@ -186,6 +221,18 @@ class Case:
     def after(self) -> RankLife | None:
         """The life of the same worker after its resume; None if it was not killed."""
         return self.one.of_rank(0, 1) if self.one.struck else None
+
+    @property
+    def second(self) -> Case | None:
+        """The case of the second kill: the lives until then count as one. None: there was
+        none."""
+        first, then = self.before, self.after
+        if not self.one.struck_again or then is None or then.resumed is None:
+            return None
+        steps = (*(s for s in first.steps if s.number <= (then.resumed or 0)), *then.steps)
+        last = self.one.of_rank(0, 2)
+        lives = (replace(first, epoch=then.epoch, steps=steps), *((last,) if last else ()))
+        return replace(self, one=replace(self.one, lives=lives, struck_again=False))
 
     @property
     def prepare_line(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import PurePath
 
 from harness.check.check_case import (
@@ -53,9 +54,9 @@ def rulings(case: Case) -> list[Ruling]:
     if cannot := impossible(case):
         return [cannot]
     rules: tuple[Callable[[Case], Iterator[Ruling]], ...] = (
-        *(resumes, forgotten, read_again),
+        *(resumes, forgotten, read_again, after_an_epoch),
         *(met, shared_out, drawn_alike, statistics, summed),
-        *(files, noticed, agree, ends, falls),
+        *(files, left_behind, noticed, agree, ends, falls),
     )
     return [ruling for rule in rules for ruling in rule(case)]
 
@@ -197,6 +198,34 @@ def read_again(case: Case) -> Iterator[Ruling]:
     yield Ruling(promise, FAILS, what, where, remedy)
 
 
+def after_an_epoch(case: Case) -> Iterator[Ruling]:
+    """Judge the second kill, or say how far from an epoch's end the first one was."""
+    promise, one, after = "resumes after an epoch's end", case.one, case.after
+    if after is None or not after.steps or not after.resumed:
+        return
+    steps = case.before.pass_steps
+    if second := case.second:
+        faults = [r for rule in (resumes, read_again) for r in rule(second) if r.state == FAILS]
+        yield from (replace(r, promise=promise) for r in faults)
+        if not faults and second.after is not None:
+            what = f"killed after step {second.before.last}, it went on from {second.after.resumed}"
+            yield Ruling(promise, HOLDS, f"{what}; an epoch has {plural(steps, 'step')}")
+    elif steps and after.resumed >= steps:
+        yield Ruling(promise, HOLDS, f"an epoch has {plural(steps, 'step')}, so the kill was there")
+    elif not steps:
+        what = "not seen: the number of steps in an epoch is not known here"
+        yield Ruling(promise, NOTE, what)
+    elif one.ended == "finished":
+        what = f"not seen: it ends after step {one.committed}, and an epoch has {steps}"
+        yield Ruling(promise, NOTE, what, "", "arguments for two epochs of few samples")
+    else:
+        what = (
+            f"not seen: an epoch has {plural(steps, 'step')}, which takes some {one.needs_s:.0f} s "
+            f"here; it was stopped after step {after.last}"
+        )
+        yield Ruling(promise, NOTE, what, "", "fewer samples, or more time: --within-s")
+
+
 def twice(before: RankLife, after: RankLife) -> list[tuple[ObservedStep, ObservedStep]]:
     """Return the pairs of steps that were made, lost in the kill, and made again."""
     pairs = [(before.at(step.number), step) for step in after.steps]
@@ -226,15 +255,34 @@ def files(case: Case) -> Iterator[Ruling]:
     if shared:
         return
     seen = f"in {plural(max(rank.last for rank in ranks), 'step')} of two workers"
-    later = {w.path: w.where for life in case.one.lives for w in life.written}
+    known = {where for who in by_path.values() for where in who.values()}
+    alone = [w for life in case.one.lives for w in life.written]
+    later = next((w for w in alone if w.where not in known), None)
     if by_path:
         yield Ruling(promise, HOLDS, f"{plural(len(by_path), 'file')} {seen}")
-    elif later:
-        path, where = next(iter(later.items()))
-        what = f"not seen: it wrote none {seen}; one worker wrote {PurePath(path).name} later"
-        yield Ruling(promise, NOTE, what, where, "arguments with which it writes sooner")
-    else:
+    if later is not None:
+        name = PurePath(later.path).name
+        what = f"not seen: it wrote no {name} {seen}; one worker did, later"
+        yield Ruling(promise, NOTE, what, later.where, "arguments with which it writes sooner")
+    elif not by_path:
         yield Ruling(promise, HOLDS, f"it wrote none {seen}")
+
+
+def left_behind(case: Case) -> Iterator[Ruling]:
+    """Say which files are on a node, and go with it. `run.files` keeps those that it is given."""
+    runs = [case.one, *([case.two] if case.two else [])]
+    written = {w.path: w.where for run in runs for life in run.lives for w in life.written}
+    if not written or case.source.mentions("files"):
+        return
+    path, where = next(iter(written.items()))
+    more = f" and {plural(len(written) - 1, 'other file')}" if len(written) > 1 else ""
+    verb = "are" if more else "is"
+    what = f"{path}{more} {verb} on the node's disk, which goes when the node goes"
+    remedy = (
+        "train from snapshots, and get the model with `harness snapshots export`; or write to a "
+        "bucket that the task mounts, or keep them with run.files"
+    )
+    yield Ruling("keeps the script's files", NOTE, what, where, remedy)
 
 
 def noticed(case: Case) -> Iterator[Ruling]:
@@ -299,8 +347,8 @@ def ends(case: Case) -> Iterator[Ruling]:
         early = over[0].total > over[0].committed
         told = f" of {over[0].total}, by its own choice" if early else ""
         yield Ruling(promise, HOLDS, f"after step {over[0].committed}{told}")
-    elif any(run.ended == "stopped" for run in runs):
-        last = max(run.committed for run in runs)
+    elif stopped := [run for run in runs if run.ended == "stopped"]:
+        last = max(run.committed for run in stopped)
         what = f"not tried: it goes on after step {last}, where it was stopped"
         yield Ruling(promise, NOTE, what, "", "arguments with which it ends sooner, or --steps")
 

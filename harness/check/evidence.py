@@ -112,8 +112,8 @@ class Prepared:
 class RankLife:
     """The evidence of one process. `epoch`: its generation; `resumed`: the step at which it began
     (None means that it never did); `begin`: its picture there; `data`: fingerprint of its dataset;
-    `unlike`: why samples differ when they are read again; `host_nbytes`, `gpu_nbytes`: the most
-    memory that it held."""
+    `unlike`: why samples differ when they are read again; `pass_steps`: steps of a pass over the
+    data, 0: unknown; `host_nbytes`, `gpu_nbytes`: the most memory that it held."""
 
     rank: int = 0
     world: int = 1
@@ -123,6 +123,7 @@ class RankLife:
     prepared: Prepared | None = None
     data: str = ""
     unlike: str = ""
+    pass_steps: int = 0
     host_nbytes: int = 0
     gpu_nbytes: int = 0
     steps: tuple[ObservedStep, ...] = ()
@@ -155,7 +156,9 @@ class ScriptFailure:
 @dataclass(frozen=True)
 class Outcome:
     """The result of a run. `ended`: "finished", "stopped" (by us, after the requested steps),
-    "failed", "late"; `struck`: the kill or the notice took place; `committed`: the newest step;
+    "failed", "late"; `struck`: the kill or the notice took place; `struck_again`: so did the second
+    kill, after the first epoch's end; `needs_s`: an estimate of what that would have taken, in
+    seconds, if it was too much for the check (0: it was not); `committed`: the newest step;
     `total`: the last step that the script requested (0 means unknown); `stands`: the lines at which
     its ranks were when time ran out; `left`: exit status of the first node, which got the notice in
     the second run."""
@@ -163,6 +166,8 @@ class Outcome:
     name: str
     ended: str
     struck: bool = False
+    struck_again: bool = False
+    needs_s: float = 0.0
     lives: tuple[RankLife, ...] = ()
     records: tuple[rec.StepRecord, ...] = ()
     committed: int = -1

@@ -8,6 +8,7 @@ leaves all that it has seen. Orders are read once, when a session begins:
 
     orders.json {"pictures": true, "snapshot_at": 3, "hold_at": 5, "stop_at": 12, ...}
     held-<pid>     written by a process that is being held, until `go` exists
+    enough         once it exists, the run is stopped at its next step
 """
 
 from __future__ import annotations
@@ -37,16 +38,19 @@ if TYPE_CHECKING:
 HOLD_LIMIT_S = 120.0  # so that a check that was killed holds no process forever
 NEVER = 1 << 60
 PLAIN = "plain"  # file: optimizers step without a session
+ENOUGH = "enough"  # file: see above
 STEPS_ALONE = 8  # optimizer steps after which a script is believed to have none
 
 
 @dataclass(frozen=True)
 class Orders:
-    """The orders for a process of a check. Steps are optimizer updates; `cwd`: the user's working
-    folder; `folders`: exclusions below it that are not the script's own; `caches`: libraries'
+    """The orders for a process of a check. Steps are optimizer updates; `quiet`: no pictures are
+    taken after the first of these steps and before the second; `cwd`: the user's working folder;
+    `folders`: exclusions below it that are not the script's own; `caches`: libraries'
     folders of what can be fetched again."""
 
     pictures: bool = False
+    quiet: tuple[int, ...] = (0, 0)
     snapshot_at: int = NEVER
     hold_at: int = NEVER
     stop_at: int = NEVER
@@ -57,7 +61,7 @@ class Orders:
     @classmethod
     def read(cls, folder: Path) -> Orders:
         body = json.loads((folder / "orders.json").read_text())
-        lists = {name: tuple(body.get(name, ())) for name in ("folders", "caches")}
+        lists = {name: tuple(body.get(name, ())) for name in ("quiet", "folders", "caches")}
         return cls(**{**body, **lists})
 
     def write(self, folder: Path) -> None:
@@ -202,15 +206,21 @@ class WorkerProbe:
         """Record that the script has completed all that belongs to this step."""
         if not self.begun:
             self.began()
-        self.say("step", self.senses.step_body(step, self.orders.pictures))
+        after, before = self.orders.quiet
+        pictures = self.orders.pictures and not after < step < before
+        self.say("step", self.senses.step_body(step, pictures))
         host, gpu = self.peak.taken()
         self.say("memory", {"host_nbytes": host, "gpu_nbytes": gpu})
+
+    def passes(self, steps: int) -> None:
+        """Record how many steps a pass over the data has."""
+        self.say("life", {"pass_steps": steps})
 
     def wants(self, wants: Any) -> None:
         """Add the check's votes to those for the step that was just made."""
         if self._time_for("snapshot_at"):
             wants[Want.SNAPSHOT] += 1
-        if self.step >= self.orders.stop_at:
+        if self.step >= self.orders.stop_at or (self.folder / ENOUGH).exists():
             wants[Want.STOP] += 1
 
     def hold(self) -> None:
@@ -285,6 +295,8 @@ def attend(module: ModuleType, folder: Path) -> None:
     session.__init__, session.prepare, session.safe_point = made, prepared, pointed
     _attend_boundaries()
     _attend_reading()
+    _once_imported("harness.loops.shared_batches", _attend_shared)
+    _once_imported("harness.loops.loop_loader", _attend_loader)
 
 
 def _attend_boundaries() -> None:
@@ -331,6 +343,9 @@ def _attend_reading() -> None:
         found = opened(self, *args, **more)
         if at := probe():
             at.say("life", {"unlike": self.drawn_anew()})
+            data = self._dataset
+            if feed.is_map_style(data) and not hasattr(data, "sample_order"):
+                at.passes(-(-self.batching.samples // self.batching.global_batch))
         return found
 
     @functools.wraps(fingerprint)
@@ -348,6 +363,45 @@ def _attend_reading() -> None:
 
     feed.Feed.open, feed.fingerprint = looked, printed
     steps.Sums.note_foreign = noted  # type: ignore[method-assign]
+
+
+def _once_imported(name: str, then: Callable[[Any], None]) -> None:
+    """Call `then` with the module: now, or right after its import."""
+    if name in sys.modules:
+        then(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, After(name, then))
+
+
+def _attend_shared(module: Any) -> None:
+    """Wrap the loader that adapters put in the place of a script's own. `module`:
+    harness.loops.shared_batches."""
+    init = module.SharedLoader.__init__
+
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, **more: Any) -> None:
+        init(self, *args, **more)
+        if at := probe():
+            try:
+                batches = len(self)
+            except TypeError:  # a stream
+                return
+            at.passes(-(-batches // self.micro_batches))
+
+    module.SharedLoader.__init__ = made
+
+
+def _attend_loader(module: Any) -> None:
+    """Wrap the loader of `run.loader`. `module`: harness.loops.loop_loader."""
+    opened = module.MicroLoader._opened
+
+    @functools.wraps(opened)
+    def told(self: Any, *args: Any, **more: Any) -> Any:
+        if (at := probe()) and self._place is None:
+            at.passes(self.steps)
+        return opened(self, *args, **more)
+
+    module.MicroLoader._opened = told
 
 
 # The files that a script opens for writing, and the lines where it does: for `harness check`,

@@ -110,14 +110,13 @@ def is_clock(leaf: Leaf, t: float) -> bool:
 
 # ---- words ---------------------------------------------------------------------------------------
 def forgotten(case: Case) -> Iterator[Ruling]:
-    """Yield one ruling for each object that lost something."""
+    """Yield one ruling for each object that lost something, in the first kill or in the second."""
     after = case.after
     if after is None or after.resumed is None or not after.steps:
         return
-    things: dict[str, list[Forgotten]] = {}
-    for one in lost(case.before, after):
-        if not ignored(one, case.ignored):
-            things.setdefault(one.name, []).append(one)
+    things = lost_things(case)
+    if second := case.second:
+        things = {**lost_things(second), **things}
     judged = [ruling_of(case, name, parts) for name, parts in things.items()]
     judged.sort(key=lambda r: r.state != FAILS)
     yield from judged[:MOST]
@@ -127,6 +126,15 @@ def forgotten(case: Case) -> Iterator[Ruling]:
         seen = len(case.before.begin)
         what = f"of {seen} things that the script can reach, none that matters is lost"
         yield Ruling("saves all state", HOLDS, what)
+
+
+def lost_things(case: Case) -> dict[str, list[Forgotten]]:
+    """Return what was lost in a kill, by the object that has to be saved."""
+    things: dict[str, list[Forgotten]] = {}
+    for one in lost(case.before, case.after) if case.after is not None else ():
+        if not ignored(one, case.ignored):
+            things.setdefault(one.name, []).append(one)
+    return things
 
 
 def drawing_line(case: Case) -> str:

@@ -1,8 +1,9 @@
 """The two runs of `harness check`: real agents and workers on this computer, with a folder as the
 bucket. One run loses its worker without notice, the other gets a notice.
 
-    one     a worker; a snapshot is made, two steps later the worker is killed; its agent restarts
-            it, and it resumes
+    one     a worker; a snapshot is made, some steps later the worker is killed; its agent restarts
+            it, and it resumes. The same a second time after the end of the first epoch, if the time
+            is enough for that
     two     two nodes of a worker each, with shares about 2:1; one gets a notice and leaves; the
             other resumes alone
 
@@ -31,7 +32,7 @@ from harness.bucket.archive import read_facts
 from harness.bucket.journal import read_records
 from harness.bucket.layout import IDENTITY, MEMBERS, Identity
 from harness.check.evidence import Outcome, ScriptFailure, lives_in
-from harness.check.probe_hooks import HERE, PLAIN, Orders, Ownership, cache_folders
+from harness.check.probe_hooks import ENOUGH, HERE, PLAIN, Orders, Ownership, cache_folders
 from harness.core import step_records as rec
 from harness.core.facts import SessionStarted, Warned, WorkerFailed
 from harness.local.local_run import Drilled, plain_environment, send_signal
@@ -42,6 +43,8 @@ from storage.snapshots.snapshots import Snapshots
 from storage.stores.store_urls import open_store
 
 SNAPSHOT_AT, KILL_AT, NOTICE_AT = 3, 6, 4  # steps
+AGAIN = 2  # steps from the second snapshot to the second kill, and from there to the end
+PAIR_TAKES = 2.5  # times as long as one worker needs to the first kill; two have to be left so much
 AGENT = shlex.split(
     "--nproc 1 --notices none --grace-s 60 --set beat_s=0.3 --set dead_s=20 --set gpu_health=off "
     "--set measure_s=0 --set stage_gib=2"
@@ -84,11 +87,36 @@ class Over(Exception):
     """Raised when the run has ended or failed before the awaited event."""
 
 
-class Course:
-    """One run while it goes on. `until_s`: its end at the latest, by the monotonic clock."""
+@dataclass(frozen=True)
+class SecondKill:
+    """The plan of the second kill. `at`: the step of the snapshot before it, 0: there is none,
+    since epochs are too short or their length is not known; `until_s`: when it has to be reached,
+    by the monotonic clock; `needs_s`: an estimate of how long that takes."""
 
-    def __init__(self, folder: Path, asked: ScriptAsked, until_s: float):
-        self.folder, self.asked, self.until_s = folder, asked, until_s
+    at: int = 0
+    until_s: float = 0.0
+    needs_s: float = 0.0
+    fits: bool = False
+
+    def orders(self, steps: int) -> dict[str, object]:
+        """Return the orders for the worker that it will strike. `steps`: the run's otherwise."""
+        if not self.fits:
+            return {}
+        kill_at = self.at + AGAIN
+        return {
+            "snapshot_at": self.at,
+            "hold_at": kill_at,
+            "stop_at": max(steps, kill_at + AGAIN),
+            "quiet": (KILL_AT, self.at),
+        }
+
+
+class Course:
+    """One run while it goes on. `until_s`: its end at the latest, by the monotonic clock; `all_s`:
+    that of the whole check."""
+
+    def __init__(self, folder: Path, asked: ScriptAsked, until_s: float, all_s: float):
+        self.folder, self.asked, self.until_s, self.all_s = folder, asked, until_s, all_s
         self.nodes: list[Drilled] = []
         self._began_s = time.monotonic()
         (folder / "evidence").mkdir(parents=True)
@@ -101,11 +129,10 @@ class Course:
     def order(self, **orders: object) -> None:
         asked = self.asked
         made = Orders(
-            stop_at=asked.steps,
             cwd=str(asked.cwd),
             folders=(str(self.folder),),
             caches=cache_folders(plain_environment() | dict(asked.env)),
-            **orders,  # type: ignore[arg-type]
+            **{"stop_at": asked.steps, **orders},  # type: ignore[arg-type]
         )
         made.write(self.folder)
 
@@ -171,6 +198,27 @@ class Course:
         names = sorted(path.name for path in (self.folder / "evidence").glob("*.jsonl"))
         newest = [name for name in names if name[:7] == names[-1][:7]]
         return self.held() > 0 and len(newest) == 1 and newest[0][:7] != "e000001"
+
+    def kill_after_commit(self, node: Drilled, step: int, **orders: object) -> None:
+        """Wait for the snapshot of that step, and kill the workers that are being held. `orders`:
+        for those that follow."""
+        until_s = time.monotonic() + COMMIT_S
+        self.wait(lambda: self.committed() >= step or time.monotonic() > until_s)
+        self.order(pictures=True, **orders)
+        send_signal(node.workers(), signal.SIGKILL)
+
+    def second(self) -> SecondKill:
+        """Return the plan of the second kill, by what the first life has shown."""
+        first = lives_in(self.folder / "evidence")[0]
+        if first.pass_steps <= SNAPSHOT_AT or len(first.steps) < 2:
+            return SecondKill()
+        now_s = time.monotonic()
+        each_s = (first.steps[-1].t - first.steps[0].t) / (len(first.steps) - 1)
+        took_s = now_s - self._began_s
+        at = max(first.pass_steps, KILL_AT) + 1
+        until_s = min(self.until_s, self.all_s - PAIR_TAKES * took_s)
+        needs_s = (at + 2 * AGAIN - first.steps[-1].number) * each_s + 2 * took_s
+        return SecondKill(at, until_s, needs_s, fits=now_s + needs_s < until_s)
 
     def go(self) -> None:
         (self.folder / "go").touch()
@@ -296,26 +344,37 @@ def links(cwd: Path, work: Path) -> None:
 
 # ---- the runs ------------------------------------------------------------------------------------
 def one(course: Course) -> Outcome:
-    """Run one worker, and kill it: see the module's docstring."""
-    struck, ended, left = False, "late", None
+    """Run one worker, and kill it once or twice: see the module's docstring."""
+    struck, again, ended, left = False, False, "late", None
     stands: tuple[str, ...] = ()
+    second = SecondKill()
     try:
         course.order(pictures=True, snapshot_at=SNAPSHOT_AT, hold_at=KILL_AT)
         node = course.launch(gpu=_gpu(course.asked, 0))
         with contextlib.suppress(Over):
             course.wait(lambda: course.held() == 1)
-            until_s = time.monotonic() + COMMIT_S
-            course.wait(lambda: course.committed() >= 1 or time.monotonic() > until_s)
-            course.order(pictures=True)
-            send_signal(node.workers(), signal.SIGKILL)
+            second = course.second()
+            orders = second.orders(course.asked.steps)
+            course.kill_after_commit(node, 1, **orders)
             struck = True
+            if second.fits:
+                limit_s = second.until_s
+                course.wait(lambda: course.held() == 2 or time.monotonic() > limit_s)
+                if course.held() == 2:
+                    rest = {name: orders[name] for name in ("stop_at", "quiet")}
+                    course.kill_after_commit(node, second.at, **rest)
+                    again = True
+                else:
+                    (course.folder / ENOUGH).touch()
         course.go()
         ended, left = course.finish(), node.process.poll()
     except Late:
         stands = course.stacks()
     finally:
         course.close()
-    return course.outcome("one", ended, struck=struck, stands=stands, left=left)
+    needs_s = 0.0 if again else second.needs_s
+    told = {"stands": stands, "left": left, "needs_s": needs_s}
+    return course.outcome("one", ended, struck=struck, struck_again=again, **told)
 
 
 def two(course: Course) -> Outcome:

@@ -51,9 +51,10 @@ EXAMPLES = """examples:
   harness launch train.yaml --cloud sky --run s3://BUCKET/runs/x --budget-usd 50
   harness status s3://BUCKET/runs       list the runs there
 
-`harness guard` lists what is alive in your account, whatever its run.
+`harness guard` lists what is alive in your account, whatever its run; `harness image` makes an
+image from which nodes start fast.
 `harness help all` lists every command, `harness help COMMAND` explains one."""
-UNLISTED = ("guard",)  # not among the names at the top of `--help`, which are enough
+UNLISTED = ("guard", "image")  # not among the names at the top of `--help`, which are enough
 SYNONYMS = {  # words of other tools, and what they mean here
     "cancel": "harness stop",
     "delete": "harness down",
@@ -83,6 +84,7 @@ COMMANDS = {
     "stop": ("stop", "StopFlags", "stop"),
     "down": ("stop", "DownFlags", "down"),
     "guard": ("guard_command", "GuardFlags", "guard"),
+    "image": ("image_command", "ImageFlags", "image"),
     "runs report": ("status", "ReportFlags", "report"),
     "runs serve": ("status", "ServeFlags", "serve"),
     "runs postmortem": ("status", "PostmortemFlags", "postmortem"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import multiprocessing
 import os
@@ -29,7 +28,7 @@ from rich.table import Table
 from harness.cli.common import DONE, FAILED, RealClock, existing_store, names_of
 from harness.cli.dry_run import deadline_at, deadline_text, timed_of
 from harness.cli.market_command import SHARED, Histories
-from harness.clouds import sky_task
+from harness.clouds import sky_private, sky_task
 from harness.clouds.sky_broker import Broker
 from harness.clouds.skypilot import H100_FLOPS
 from harness.core.flags import flag, positional
@@ -200,7 +199,7 @@ def _offers(flags: PlanFlags, task: Task) -> tuple[tuple[Offer, ...], str]:
 @contextmanager
 def _sky_of(found: PriceCatalog) -> Iterator[Broker]:
     """Yield a caller of a SkyPilot that has this catalog and needs neither account nor network."""
-    version = str(importlib.import_module("sky.skylet.constants").CATALOG_SCHEMA_VERSION)
+    version = sky_private.catalog_version()
     with tempfile.TemporaryDirectory(prefix="harness-plan-") as folder:
         found.lay_out(Path(folder), version)
         env = {k: v for k, v in os.environ.items() if k != "SKY_RUNTIME_DIR"}

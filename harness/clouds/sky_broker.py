@@ -33,7 +33,7 @@ from typing import IO, Any, Protocol
 
 import yaml
 
-from harness.clouds import azure_prices, gcp_prices
+from harness.clouds import azure_prices, gcp_prices, sky_private
 from harness.clouds.price_api import price_changes
 from harness.core.masking import keep_secrets
 from harness.core.world import CloudUnavailable, HarnessError
@@ -119,24 +119,17 @@ class Calls:
     def _offers(
         self, config: dict[str, Any], names: Sequence[str], bare: bool, on_demand: bool
     ) -> list[dict[str, Any]]:
-        registry = sky("utils.registry").CLOUD_REGISTRY
-        enabled = [registry.from_str(name) for name in names]
-        check = sky("check")
-        # a patch of the whole process: it uses the optimizer for nothing else
-        check.get_cached_enabled_clouds_or_refresh = lambda *_, **__: list(enabled)
-        if bare:  # planning without accounts: AWS's zones keep their catalog names
-            sky("catalog.aws_catalog")._get_az_mappings = lambda *_: None
+        sky_private.enable_clouds(names)  # this process uses the optimizer for nothing else
+        if bare:  # planning without accounts
+            sky_private.keep_catalog_zones()
         task = sky("task").Task.from_yaml_config(_bare(config))
-        optimizer = sky("optimizer")
-        found, _, _, hints = optimizer._fill_in_launchable_resources(task, None, quiet=True)
-        launchable = {r for choices in found.values() for r in choices}
+        launchable, hints = sky_private.launchable(task)
         if on_demand:
             also = [r.copy(use_spot=False, zone=None) for r in launchable if r.use_spot]
             launchable |= {r for r in also if not any(r == o for o in launchable)}
         answers = {a["name"]: a for r in launchable if (a := self._offer(r, task.num_nodes))}
         if not answers and hints:
-            words = {without_colours(h) for per in hints.values() for h in per}
-            raise LookupError("; ".join(sorted(words)))
+            raise LookupError("; ".join(sorted({without_colours(hint) for hint in hints})))
         return sorted(answers.values(), key=lambda a: (a["usd_per_h"], a["name"]))
 
     @staticmethod

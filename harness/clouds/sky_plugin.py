@@ -24,6 +24,8 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from harness.clouds import sky_private
+
 NAME = "ELASTIC"
 ROUND_PAUSE_S = 30.0  # pause after a round of tries that all failed
 # tries of one rung that fails for another reason than no capacity: a worker of the API server may
@@ -44,11 +46,10 @@ def ladder(full: int, least: int, failed_here: bool) -> Iterator[tuple[int, str]
 def base_class() -> Any:
     """Return the strategy class, derived from SkyPilot's base of strategies. SkyPilot is imported
     here, only in its own server."""
-    strategies: Any = importlib.import_module("sky.jobs.recovery_strategy")
-    states: Any = importlib.import_module("sky.global_user_state")
     errors: Any = importlib.import_module("sky.exceptions")
+    base, logger = sky_private.strategy_base(), sky_private.strategy_logger()
 
-    class Elastic(strategies.StrategyExecutor):  # type: ignore[misc]
+    class Elastic(base):  # type: ignore[misc, valid-type]
         """A strategy that relaunches with as many nodes as there are, away from the region that
         failed."""
 
@@ -74,7 +75,7 @@ def base_class() -> Any:
             return submitted_s
 
         async def _remember(self) -> None:
-            handle = await asyncio.to_thread(states.get_handle_from_cluster_name, self.cluster_name)
+            handle = await asyncio.to_thread(sky_private.handle_of, self.cluster_name)
             self.last = handle.launched_resources if handle is not None else None
 
         async def _await_launch_request(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +100,7 @@ def base_class() -> Any:
                         else await asyncio.to_thread(self.suitable, task, failed, where)
                     )
                     for _ in range(SPURIOUS_TRIES if places else 0):
-                        strategies.logger.info(f"{NAME}: {nodes} of {self.full} nodes, {where}")
+                        logger.info(f"{NAME}: {nodes} of {self.full} nodes, {where}")
                         task.set_resources(places)
                         submitted_s = await self._try()
                         task.set_resources(wanted)
@@ -122,7 +123,7 @@ def base_class() -> Any:
                 raise
             except Exception as e:
                 # SkyPilot's pools, sockets and subprocesses fail in many ways
-                strategies.logger.info(f"{NAME}: {type(e).__name__}: {e}")
+                logger.info(f"{NAME}: {type(e).__name__}: {e}")
                 await asyncio.to_thread(self._cleanup_cluster)
                 return None
 
@@ -133,9 +134,7 @@ def suitable(task: Any, failed: Any, where: str) -> set[Any]:
     """Return all resources that suit the task: in the region that failed ("there"), or in all
     other regions. (`Task.blocked_resources`, which SkyPilot's own strategies set, is not sent to
     the API server in 0.14, so places are named one by one.)"""
-    optimizer: Any = importlib.import_module("sky.optimizer")
-    launchable, *_ = optimizer._fill_in_launchable_resources(task, None, quiet=True)
-    found = {r for choices in launchable.values() for r in choices}
+    found, _ = sky_private.launchable(task)
     return {
         r
         for r in found
@@ -145,17 +144,14 @@ def suitable(task: Any, failed: Any, where: str) -> set[Any]:
 
 def register() -> None:
     """Register the strategy and its field `min_nodes` with SkyPilot. Idempotent."""
-    registry: Any = importlib.import_module("sky.utils.registry")
-    schemas: Any = importlib.import_module("sky.utils.schemas")
-    schemas.register_job_recovery_property("min_nodes", {"type": "integer", "minimum": 1})
-    if NAME.lower() not in registry.JOBS_RECOVERY_STRATEGY_REGISTRY:
-        registry.JOBS_RECOVERY_STRATEGY_REGISTRY.type_register(name=NAME)(base_class())
+    known = {"type": "integer", "minimum": 1}
+    sky_private.register_strategy(NAME, base_class(), "min_nodes", known)
 
 
 def _plugin() -> Any:
-    plugins: Any = importlib.import_module("sky.server.plugins")
+    base = sky_private.plugin_base()
 
-    class ElasticPlugin(plugins.BasePlugin):  # type: ignore[misc]
+    class ElasticPlugin(base):  # type: ignore[misc, valid-type]
         """The plugin that plugins.yaml names. Its one parameter, `network_probe`, is a URL that job
         controllers use to check for a network. The default is SkyPilot's public ones, which are
         out of reach of a closed network; a job would then never be recovered."""
@@ -166,9 +162,7 @@ def _plugin() -> Any:
         def install(self, extension_context: Any) -> None:
             register()
             if self.network_probe:
-                importlib.import_module("sky.backends.backend_utils").__dict__["_TEST_IP_LIST"] = [
-                    self.network_probe
-                ]
+                sky_private.probe_network_at(self.network_probe)
 
     return ElasticPlugin
 

@@ -9,7 +9,6 @@ is read, because that takes 2-3 s.
 from __future__ import annotations
 
 import difflib
-import importlib
 import importlib.util
 import os
 import re
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.clouds import sky_private
 from harness.core.input_files import yaml_given
 from harness.core.world import BadInput
 
@@ -48,6 +48,7 @@ class Task:
     num_nodes: int = 1
     resources: Mapping[str, Any] = field(default_factory=dict)
     file_mounts: Mapping[str, Any] = field(default_factory=dict)
+    volumes: Mapping[str, Any] = field(default_factory=dict)  # path on nodes -> SkyPilot's volume
     managed_secrets: tuple[str, ...] = ()  # names whose values only a SkyPilot server knows
 
     @property
@@ -132,6 +133,7 @@ def load(
         num_nodes=num_nodes,
         resources=config.get("resources") or {},
         file_mounts=config.get("file_mounts") or {},
+        volumes=config.get("volumes") or {},
         managed_secrets=managed,
     )
 
@@ -163,6 +165,11 @@ def check_local(task: Task) -> None:
             f"{task.path}: file_mounts: the local cloud, whose nodes are processes of this "
             f"computer, would have to write {elsewhere[0]!r} here; read it by its URL, or mount "
             "a path at itself"
+        )
+    if task.volumes:
+        raise BadInput(
+            f"{task.path}: volumes: the local cloud has none, and {min(task.volumes)!r} would be "
+            "an ordinary path of this computer; read it by its URL, or from a folder that is here"
         )
     if task.managed_secrets:
         name = task.managed_secrets[0]
@@ -239,16 +246,15 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 def _check_with_skypilot(path: Path, config: dict[str, Any]) -> None:
     # otherwise importing SkyPilot would set up its usage reports
     os.environ.setdefault("SKYPILOT_DISABLE_USAGE_COLLECTION", "1")
-    common_utils: Any = importlib.import_module("sky.utils.common_utils")
-    schemas: Any = importlib.import_module("sky.utils.schemas")
+    of_task, of_resources = sky_private.task_schemas()
     for prefix, value, schema in (
-        ("", config, schemas.get_task_schema()),
-        ("resources", config.get("resources"), schemas.get_resources_schema()),
+        ("", config, of_task),
+        ("resources", config.get("resources"), of_resources),
     ):
         if value is None:
             continue
         try:
-            common_utils.validate_schema(value, schema)
+            sky_private.validate(value, schema)
         except ValueError as e:
             raise BadInput(f"{path}: {_where(value, schema, prefix)}{_oneline(str(e))}") from e
 
@@ -256,9 +262,8 @@ def _check_with_skypilot(path: Path, config: dict[str, Any]) -> None:
 def _where(value: Any, schema: Mapping[str, Any], prefix: str) -> str:
     """Return the dotted name of the field that a schema refuses, followed by ": ". SkyPilot's own
     message leaves nested names out."""
-    validator: Any = importlib.import_module("sky.utils.validator")
     clean = {k: v for k, v in value.items() if v is not None}
-    errors = list(validator.get_schema_validator()(schema).iter_errors(clean))
+    errors = sky_private.schema_errors(clean, schema)
     if not errors:
         return f"{prefix}: " if prefix else ""
     names = [str(p) for p in min(errors, key=lambda e: len(e.absolute_path)).absolute_path]

@@ -92,6 +92,7 @@ def record(number, loss=None, world=1, shares=(3,)):
 
 def before(state=lambda step: {}, begin=None, **more):
     steps = [made(n, picture=state(n)) for n in range(1, 6)]
+    more = {"pass_steps": 3, **more}
     return life(steps, begin=state(0) if begin is None else begin, epoch=1, **more)
 
 
@@ -140,6 +141,7 @@ def test_what_holds_is_told_to_hold(source):
         "resumes after a kill",
         "saves all state",
         "reads the same data again",
+        "resumes after an epoch's end",
         "runs on two workers",
         "the same samples on any world",
         "the same randomness on any world",
@@ -150,7 +152,7 @@ def test_what_holds_is_told_to_hold(source):
         "ends as it would have",
         "the loss falls",
     ]
-    assert "shares 2/1" in found[3].what
+    assert "shares 2/1" in next(r.what for r in found if r.promise == "runs on two workers")
 
 
 def changing(path, kind="number", values=lambda n: n, **more):
@@ -249,6 +251,25 @@ def test_an_index_that_is_only_printed_is_a_note(body, state, tmp_path):
     assert ruling.state == state and "loader.step.number" in ruling.remedy
 
 
+@pytest.mark.parametrize(
+    ("other", "state"),
+    [
+        ("def item(i): return data[i]", NOTE),
+        ("class Data:\n    def __getitem__(self, i): return self.x[i]", NOTE),
+        ("squares = [i * i for i in range(3)]", NOTE),
+        ("def last(): return data[i]", FAILS),
+        ("def advance():\n    global i\n    i = i + 1", FAILS),
+    ],
+)
+def test_a_variable_of_the_same_name_elsewhere_is_another(other, state, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(f"{other}\nfor i, x in enumerate(run.loader(data)):\n    print(i)\n")
+    first = before(lambda n: {"i": leaf(n)} if n else {})
+    second = after(lambda n: {"i": leaf(n - 3)})
+    found = judged(SourceText.read(str(path)), one(first, second))
+    assert next(r for r in found if "counts anew" in r.what).state == state
+
+
 def test_a_resume_that_fails_or_begins_anew(source):
     gone = one(second=life([], None, epoch=2), failures=(ScriptFailure(0, "KeyError", "k", "x:3"),))
     assert failed(judged(source, gone))["resumes after a kill"].where == "x:3"
@@ -291,6 +312,70 @@ def test_a_dataset_that_is_another_each_time_is_shown_where_it_reads(source):
 
 
 # ---- two workers ---------------------------------------------------------------------------------
+def killed_twice(state=lambda step: {}, begin=None, change=lambda step: step, **more):
+    """One worker that is killed again after step 9; an epoch has six steps. `begin`: its picture
+    after that; `change`: breaks the steps that follow."""
+    first = before(state, pass_steps=6, **more)
+    second = life([made(n, picture=state(n)) for n in range(4, 10)], 3, begin=state(3), epoch=2)
+    steps = [change(made(n, picture=state(n))) for n in range(8, 12)]
+    third = life(steps, 7, begin=begin or {}, epoch=3)
+    return dataclasses.replace(one(first, second, struck_again=True), lives=(first, second, third))
+
+
+def of_an_epoch(found):
+    return [r for r in found if r.promise == "resumes after an epoch's end"]
+
+
+def test_a_second_kill_is_judged_like_the_first(source):
+    (ruling,) = of_an_epoch(judged(source, killed_twice()))
+    assert ruling.state == HOLDS
+    assert ruling.what == "killed after step 9, it went on from 7; an epoch has 6 steps"
+    other = killed_twice(change=lambda s: dataclasses.replace(s, losses=(9.0,)))
+    (ruling,) = of_an_epoch(judged(source, other))
+    assert ruling.state == FAILS and "step 8 was made again" in ruling.what
+    moved = killed_twice(change=lambda s: dataclasses.replace(s, rows=1000 * (s.number - 7)))
+    (ruling,) = of_an_epoch(judged(source, moved))
+    assert ruling.state == FAILS and "the data begin anew" in ruling.what
+    gone = killed_twice()
+    gone = dataclasses.replace(gone, lives=gone.lives[:2])
+    (ruling,) = of_an_epoch(judged(source, gone))
+    assert ruling.state == FAILS and "made no step" in ruling.what
+
+
+def test_state_that_is_lost_only_after_an_epoch_is_named_once(source):
+    def best(step):  # a counter of epochs
+        return {"main().best": leaf(int(step >= 6)), "main().x": leaf(f"x{step}", "float")}
+
+    lost_late = best(3) | {"main().best": leaf(0), "main().x": leaf("x7", "float")}
+    trained = killed_twice(best, begin=lost_late, change=lambda s: dataclasses.replace(
+        s, picture=best(s.number) | {"main().best": leaf(0)}
+    ))
+    named = [r for r in judged(source, trained) if r.promise == "saves all state"]
+    assert [(r.state, r.what) for r in named] == [
+        (FAILS, "best (line 10): a counter: 0 where it was 1")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "state", "says"),
+    [
+        ({"steps": 0}, NOTE, "the number of steps in an epoch is not known"),
+        ({"steps": 3}, HOLDS, "an epoch has 3 steps, so the kill was there"),
+        ({"steps": 80}, NOTE, "it ends after step 9, and an epoch has 80"),
+        (
+            {"steps": 80, "ended": "stopped", "needs_s": 400.2},
+            NOTE,
+            "an epoch has 80 steps, which takes some 400 s here; it was stopped after step 9",
+        ),
+    ],
+)
+def test_how_far_an_epochs_end_was_is_told(source, more, state, says):
+    more = dict(more)
+    trained = one(before(pass_steps=more.pop("steps")), **more)
+    (ruling,) = of_an_epoch(judged(source, trained))
+    assert ruling.state == state and says in ruling.what
+
+
 def with_draws(rank, s):
     return dataclasses.replace(s, calls=(ForwardCall(s.rows, f"{rank}", True),))
 
@@ -393,7 +478,22 @@ def test_no_file_is_told_with_how_far_it_was_looked(source):
     later = before(written=(FileWritten("epoch/m.pt", "train.py:30"),))
     ruling = of_files(judged(source, one(first=later)))
     assert (ruling.state, ruling.where) == (NOTE, "train.py:30")
-    assert "it wrote none in 3 steps of two workers; one worker wrote m.pt later" in ruling.what
+    assert "it wrote no m.pt in 3 steps of two workers; one worker did, later" in ruling.what
+
+
+def test_files_that_go_with_a_node_are_named(source, tmp_path):
+    def kept(found):
+        return [r for r in found if r.promise == "keeps the script's files"]
+
+    wrote = (FileWritten("out/m.pt", "train.py:30"), FileWritten("out/o.pt", "train.py:31"))
+    (ruling,) = kept(judged(source, one(first=before(written=wrote))))
+    assert (ruling.state, ruling.where) == (NOTE, "train.py:30")
+    assert ruling.what.startswith("out/m.pt and 1 other file are on the node's disk")
+    assert "harness snapshots export" in ruling.remedy
+    assert not kept(judged(source))
+    path = tmp_path / "keeps.py"
+    path.write_text(SCRIPT + "run.files.save('out')\n")
+    assert not kept(judged(SourceText.read(str(path)), one(first=before(written=wrote))))
 
 
 def of_weights(weights, lives):

@@ -120,6 +120,11 @@ def test_pairs_of_a_command_line():
         ({"num_nodes": 2}, "num_nodes is 2"),
         ({"git": {"url": "https://x/y.git"}}, "git repository"),
         ({"file_mounts": {"/data": "s3://b"}}, "file_mounts"),
+        (
+            {"file_mounts": {"/data": {"source": "s3://b", "mode": "MOUNT_CACHED"}}},
+            "would have to write '/data' here",
+        ),
+        ({"volumes": {"/mnt/data": "my-volume"}}, "volumes: the local cloud has none, and '/mnt/d"),
         ({"managed_secrets": ("KEY",)}, "--secret KEY=value"),
         ({"workdir": Path("/no/such/dir")}, "not a directory"),
     ],
@@ -128,6 +133,14 @@ def test_what_the_local_cloud_cannot_do(changes, says):
     with pytest.raises(BadInput, match=says):
         check_local(Task(Path("t.yaml"), "t", "true", **changes))
     check_local(Task(Path("t.yaml"), "t", "true"))
+
+
+@BOTH
+def test_volumes_of_a_file_are_refused_by_the_local_cloud(sky, tmp_path):
+    path = tmp_path / "t.yaml"
+    path.write_text("run: x\nvolumes:\n  /mnt/data: my-volume\n")
+    with pytest.raises(BadInput, match="volumes: the local cloud has none"):
+        check_local(load(path, use_skypilot=sky))
 
 
 # ---- the task that we ship -----------------------------------------------------------------------

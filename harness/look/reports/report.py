@@ -31,6 +31,7 @@ from harness.core.formatting import (
 from harness.ledger.bill import BAD_ENDS, BUCKETS, NANO, AttemptRow
 from harness.look.pages.report_page import page
 from harness.look.postmortems.postmortem_text import as_json, overview
+from harness.look.reports.cold_start import cold_start_rows, cold_starts
 from harness.look.reports.outlook import ChosenWaits, outlook_rows
 from harness.look.reports.report_rows import (
     COLOURS,
@@ -96,6 +97,7 @@ def headline(s: Summary) -> list[tuple[str, str]]:
             f"{percent(ledger.goodput)} of {duration(ledger.billed_s)} billed went into steps that "
             "count",
         ),
+        *cold_start_rows(s),
         ("simulated cost" if s.asked and s.asked.market else "cost", _cost_text(s)),
     ]
     return rows
@@ -408,6 +410,7 @@ def to_json(s: Summary) -> dict[str, Any]:
             "usd_per_1k_steps": 1000 * ledger.usd / s.step if s.step else None,
             "usd_per_1m_tokens": s.usd_per_1m_tokens,
         },
+        "cold_starts": [dataclasses.asdict(one) for one in cold_starts(s)],
         "attempts": [attempt(a) for a in ledger.attempts],
         "epochs": [
             {**dataclasses.asdict(e), "accumulation": e.accumulation} for e in ledger.epochs

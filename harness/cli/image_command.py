@@ -1,0 +1,150 @@
+"""`harness image`: the Dockerfile of an image with everything that a task's setup installs, so that
+a node need not.
+
+The folder that it writes is what `docker build` is given. The image has torch, the wheel of this
+very package and the script's requirements in a venv, and the mark there that the setup of `harness
+init` looks for: with the same torch and wheel a node's setup does nothing, with a newer wheel it
+installs that alone.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.cli.common import DONE
+from harness.clouds.own_wheel import WHEELS, keep_wheel
+from harness.core.flags import flag, positional
+from harness.core.input_files import output_folder, yaml_given
+from harness.core.world import BadInput
+
+PLACE = "/opt/spotharness"  # the image's venv, which a task names in its variable VENV
+EXTRA = re.compile(r"[a-z]+(,[a-z]+)*")
+PACKAGES = "build-essential ca-certificates curl fuse git openssh-server patch rsync socat sudo"
+
+DOCKERFILE = """\
+# Everything that a node installs, made by `harness image`. Build it on a computer like the nodes
+# (linux/amd64); torch's wheels bring CUDA, the node brings the driver.
+FROM {base}
+# A compiler for torch.compile, and what SkyPilot would install in each container.
+RUN apt-get update && apt-get install -y --no-install-recommends {packages} \\
+    && rm -rf /var/lib/apt/lists/*
+RUN python3 -m venv {place}
+# Torch comes first: it is the largest, and nothing installed later may change it.
+RUN {place}/bin/python -m pip install --no-cache-dir {torch}
+{requirements}\
+COPY {wheel} /tmp/
+RUN {place}/bin/python -m pip install --no-cache-dir {torch} '/tmp/{wheel}[{extra}]' \\
+    && rm /tmp/{wheel}
+# A node's setup finds this mark, and installs nothing.
+RUN echo {mark} > {place}/.installed
+ENV PATH={place}/bin:$PATH
+"""
+REQUIREMENTS = """\
+COPY requirements.txt /tmp/
+RUN {place}/bin/python -m pip install --no-cache-dir {torch} -r /tmp/requirements.txt
+"""
+
+
+@dataclass(frozen=True)
+class ImageFlags:
+    task: str = positional("a task file; its TORCH and its requirements.txt count")
+    out: str = flag("image", "the folder to write, for `docker build`", check=output_folder)
+    tag: str = flag(
+        "my-registry/my-image:tag", "what the image is to be called", metavar="REGISTRY/NAME:TAG"
+    )
+    requirements: str = flag(
+        "", "the script's packages, as pip takes them; default: requirements.txt of the workdir"
+    )
+    base: str = flag(
+        f"python:{sys.version_info.major}.{sys.version_info.minor}-slim-bookworm",
+        "the image to begin with: a Debian or Ubuntu with Python",
+    )
+    extra: str = flag("worker", "extras of spotharness for nodes, with commas")
+
+
+def image(flags: ImageFlags) -> int:
+    """Write a Dockerfile with what a task's setup installs; nodes then start fast.
+
+    Print how to build it, and the lines that the task needs.
+    """
+    if not EXTRA.fullmatch(flags.extra):
+        raise BadInput(f"--extra {flags.extra!r}: wanted names with commas, such as worker,data")
+    folder = Path(flags.out)
+    write(folder, Path(flags.task), flags.requirements, flags.base, flags.extra)
+    print(f"wrote {folder / 'Dockerfile'}")
+    print("next:")
+    print(f"  docker build --platform linux/amd64 -t {flags.tag} {folder}")
+    print(f"  docker push {flags.tag}")
+    print(f"and in {flags.task}:")
+    print(f"  resources: {{image_id: 'docker:{flags.tag}', ...}}")
+    print(f"  envs: {{VENV: {PLACE}, ...}}")
+    return DONE
+
+
+def write(folder: Path, task: Path, requirements: str, base: str, extra: str) -> None:
+    """Write the folder. Raises BadInput, and writes nothing, if something is there that this did
+    not write."""
+    documents = yaml_given(task, "a SkyPilot task YAML")
+    if len(documents) != 1 or not isinstance(documents[0], dict):
+        raise BadInput(f"{task}: wanted one SkyPilot task, `field: value` lines")
+    config = documents[0]
+    known = folder / "Dockerfile"
+    if folder.exists() and any(folder.iterdir()) and not known.exists():
+        raise BadInput(f"--out {folder}: wanted an empty folder or one of `harness image`")
+    address = keep_wheel(Path.home())
+    (wheel,) = (Path.home() / WHEELS / address).glob("*.whl")
+    given = _requirements(config, requirements)
+    torch = _torch(config)
+    about = {"place": PLACE, "torch": torch}
+    text = DOCKERFILE.format(
+        **about,
+        base=base,
+        packages=PACKAGES,
+        requirements=REQUIREMENTS.format(**about) if given else "",
+        wheel=wheel.name,
+        extra=extra,
+        mark=json.dumps(f"{torch} {address}"),
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(wheel, folder / wheel.name)
+        if given:
+            shutil.copy(given, folder / "requirements.txt")
+        known.write_text(text)
+    except OSError as e:
+        raise BadInput(f"cannot write into {folder}: {e.strerror}; name another --out") from e
+
+
+def _torch(config: dict[str, object]) -> str:
+    """Return the torch that nodes install, as pip takes it: the task's, else the one that is
+    installed here. Raises BadInput."""
+    envs = config.get("envs")
+    asked = str(envs.get("TORCH") or "") if isinstance(envs, dict) else ""
+    if asked:
+        if not re.fullmatch(r"[A-Za-z0-9_.=<>~!+\[\],-]+", asked):
+            raise BadInput(f"envs.TORCH: wanted one package such as torch==2.13.0, found {asked!r}")
+        return asked
+    try:
+        return f"torch=={importlib.metadata.version('torch').partition('+')[0]}"
+    except importlib.metadata.PackageNotFoundError:
+        raise BadInput(
+            "wanted the version of torch for the nodes: the task has no variable TORCH, and no "
+            "torch is installed here; write TORCH: torch==2.13.0 under envs"
+        ) from None
+
+
+def _requirements(config: dict[str, object], asked: str) -> Path | None:
+    """Return the file with the script's packages; None if there is none. Raises BadInput."""
+    if asked:
+        if not Path(asked).is_file():
+            raise BadInput(f"--requirements {asked}: no such file (seen from {Path.cwd()})")
+        return Path(asked)
+    workdir = config.get("workdir")
+    found = Path(workdir if isinstance(workdir, str) else ".").expanduser() / "requirements.txt"
+    return found if found.is_file() else None
