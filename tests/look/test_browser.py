@@ -99,7 +99,7 @@ def test_every_plot_of_the_report_tells_its_values(tab, report):
     tab.open(report)
     said = tab.hover("#loss svg.plot", 0.25)
     assert said.startswith("step 2") and "loss  2." in said and "ranks  " in said
-    assert "epoch 1: 2 ranks" in said
+    assert "generation 1: 2 ranks" in said
     for anchor, word in (
         ("money", "paid  $0."), ("step-time", "forward  "), ("scaling", "measured  "), ("hardware", "GPU 0  "),
     ):  # fmt: skip

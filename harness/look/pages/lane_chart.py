@@ -148,12 +148,12 @@ def _new_worlds(s: Summary, x: Scale, top: float, height: float) -> Iterator[str
     free = -1e9  # x from which on there is room for a label
     for (e, at), (_, following) in zip(trained, [*trained[1:], (None, WIDTH)], strict=False):
         tip = (
-            f"epoch {e.epoch} ({e.reason or 'start'}): {plural(e.world, 'rank')}, steps "
+            f"generation {e.epoch} ({e.reason or 'start'}): {plural(e.world, 'rank')}, steps "
             f"{steps_text(e)}; {e.ended or 'goes on'}"
         )
         yield _upright("epoch", at, top - 4, height - 26)
         yield element("rect", class_="hit", x=at - 6, y=4, width=56, height=top - 6, data_tip=tip)
-        words = (f"e{e.epoch} · {plural(e.world, 'rank')}", f"e{e.epoch}")
+        words = (f"gen. {e.epoch} · {plural(e.world, 'rank')}", f"{e.epoch}")
         fits = next((t for t in words if following - at > 6.5 * len(t) + 4), "")
         if fits and at >= free:
             yield label(at + 2, top - 10, fits, "start", "strong")

@@ -56,7 +56,7 @@ def _trace(name: str, points: Sequence[Point], tone: str) -> PlotTrace:
 
 def _lost(s: Summary) -> Iterator[PlotTrace]:
     for epoch, mine in sorted(by_epoch(s.lost).items())[-MOST_SHADES:]:
-        yield _trace(f"lost with epoch {epoch}", mine, "lost")
+        yield _trace(f"lost with generation {epoch}", mine, "lost")
 
 
 def _rank_band(s: Summary) -> Iterator[PlotTrace]:
@@ -101,13 +101,13 @@ def shades(s: Summary) -> list[PlotShade]:
         if mine:
             accumulation = f", accumulation {e.accumulation}" if e.accumulation else ""
             micro = f"; micro-batches {shares_text(e.shares)}" if e.shares else ""
-            tip = f"epoch {e.epoch}: {plural(e.world, 'rank')}{accumulation}{micro}"
+            tip = f"generation {e.epoch}: {plural(e.world, 'rank')}{accumulation}{micro}"
             strength = 0.35 + 0.65 * e.world / biggest
             ranks = plural(e.world, "rank")
             found.append(PlotShade(min(mine) - 0.5, max(mine) + 0.5, tip, "world", strength, ranks))
     for epoch, lost in sorted(by_epoch(s.lost).items()):
         first, last = lost[0].step, lost[-1].step
-        tip = f"epoch {epoch}: steps {first}–{last} were lost and done again"
+        tip = f"generation {epoch}: steps {first}–{last} were lost and done again"
         found.append(PlotShade(first - 0.5, last + 0.5, tip, "lostband", 0.16))
     if len(found) > MOST_SHADES:  # of very many, keep those that an eye can see
         found = sorted(found, key=lambda s: s.begin - s.end)[:MOST_SHADES]
@@ -193,7 +193,8 @@ def _rates(s: Summary) -> list[tuple[str, str]]:
         rows.append(("HFU, with recomputed activations", percent(found.hfu)))
     for slow in found.slowest:
         words = f"{percent(slow.behind)} behind the median rank, in {slow.windows} of {slow.of}"
-        rows.append((f"epoch {slow.epoch}: rank {slow.rank} is the slowest", f"{words} windows"))
+        who = f"generation {slow.epoch}: rank {slow.rank} is the slowest"
+        rows.append((who, f"{words} windows"))
     for one in found.profiles[-8:]:
         steps = f"rank {one.rank}, steps {one.first}–{one.last}, {nbytes(one.nbytes)}"
         rows.append(("profile", f"{steps}: {', '.join(one.keys)}"))

@@ -38,7 +38,7 @@ MOMENTS = {
     "asked": "launch asked",
     "up": "node up",
     "joined": "agent started",
-    "formed": "epoch formed",
+    "formed": "generation formed",
     "quarantined": "snapshot bad",
     "restored": "restored",
     "first step": "first step",

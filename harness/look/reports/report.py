@@ -337,7 +337,7 @@ def _side_jobs_table(s: Summary) -> Any:
 def _setup_table(s: Summary) -> Any:
     rows = setup_rows(s.setups)
     for shift in s.setups.shifts[-20:]:
-        rows.append((f"epoch {shift.epoch}, {shift.action}", shift_words(shift)))
+        rows.append((f"generation {shift.epoch}, {shift.action}", shift_words(shift)))
     return _grid(rows) if rows else None
 
 

@@ -428,7 +428,7 @@ def _marks(facts: list[Stamped]) -> tuple[TimelineMark, ...]:
         match s.fact:
             case WorkerFailed() as f:
                 text = (
-                    f"rank {f.rank} of epoch {f.epoch} ({f.member}) ended with {f.error}: "
+                    f"rank {f.rank} of generation {f.epoch} ({f.member}) ended with {f.error}: "
                     f"{f.message}"
                 )
                 marks.append(TimelineMark(s.t, "failed", text, f.log_tail))
@@ -441,7 +441,7 @@ def _marks(facts: list[Stamped]) -> tuple[TimelineMark, ...]:
             case SnapshotQuarantined(step, epoch, why):
                 marks.append(
                     TimelineMark(
-                        s.t, "quarantined", f"snapshot of step {step} (epoch {epoch}): {why}"
+                        s.t, "quarantined", f"snapshot of step {step} (generation {epoch}): {why}"
                     )
                 )
             case Warned(step, _, what):
@@ -455,7 +455,7 @@ def _marks(facts: list[Stamped]) -> tuple[TimelineMark, ...]:
 def _mark_of_node(s: Stamped) -> TimelineMark | None:
     match s.fact:
         case WorkerHung() as f if f.guilty:
-            text = f"rank {f.rank} of epoch {f.epoch} ({f.member}) hung in {f.place}: {f.what}"
+            text = f"rank {f.rank} of generation {f.epoch} ({f.member}) hung in {f.place}: {f.what}"
             return TimelineMark(s.t, "hung", text)
         case HealthSeen(member, gpu, what, message, action) if action != "ignore":
             text = f"{member}: GPU {gpu}: {what} {message}: {action}"
