@@ -54,6 +54,7 @@ from harness.cli.common import (
 )
 from harness.cli.dry_run import deadline_text, show_plan, wanted, work_text
 from harness.cli.market_command import Histories, known_before, remembering
+from harness.cli.node_logs import logs_beside
 from harness.cli.publish import publisher_beside
 from harness.cli.run_record import RecordFlags, about_launch, keep_launch, with_names
 from harness.cli.status import show_report
@@ -314,7 +315,7 @@ class LaunchFlags(RecordFlags, AlertFlags):
         "dry run": ("dry_run", "clouds", "json"),
         "local cloud": ("market", "local_notices"),
         "the task's environment": ("env", "secret", "sign_key"),
-        "observability": ("prometheus", "alert", "alert_rules", "html", "brief"),
+        "observability": ("prometheus", "alert", "alert_rules", "html", "brief", "follow_logs"),
         "provenance": ("on_change", "diff", "owner", "project", "experiment", "purpose"),
     }
 
@@ -411,6 +412,9 @@ class LaunchFlags(RecordFlags, AlertFlags):
         check=output_file,
     )
     brief: bool = flag(False, "end without the report in the terminal")
+    follow_logs: bool = flag(
+        False, "also show what the script prints on each node, behind the node's number"
+    )
 
 
 def _secrets(flags: LaunchFlags) -> dict[str, str]:
@@ -487,6 +491,8 @@ def launch(flags: LaunchFlags) -> int:
         publisher_beside(url, task, log, flags.alert_rules),
         alerting_beside(store, *told, console),
     ]
+    if flags.follow_logs:
+        beside.append(logs_beside(url, flags.cloud == "sky", console))
     if flags.prometheus:
         beside.append(_gauges(flags.prometheus, store, told[1], console))
     if flags.cloud == "sky":  # the market of a local cloud is invented

@@ -237,9 +237,9 @@ class Rendezvous:
         if any(self.others.seen[name].moved for name in here):
             raise WrongProtocol(
                 f"{self.store.url} is trained by {', '.join(here)} in generation {last.epoch}, "
-                f"which is of protocol {last.protocol}; this node speaks {decoding.PROTOCOL}: install the "
-                "version that they have, or stop the run (harness stop) and launch it anew with "
-                "this version"
+                f"which is of protocol {last.protocol}; this node speaks {decoding.PROTOCOL}: "
+                "install the version that they have, or stop the run (harness stop) and launch it "
+                "anew with this version"
             )
         return not here
 

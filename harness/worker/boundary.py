@@ -554,6 +554,7 @@ class Boundary:
                 restore_s=restore_s,
                 tier=self._resume.tier,
                 read_nbytes=self._resume.read_nbytes,
+                first_ranks=feed.first_ranks,
             )
         )
 
