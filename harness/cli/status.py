@@ -227,14 +227,16 @@ def postmortem(flags: PostmortemFlags) -> int:
         print(json.dumps(as_json(pm if number is None else pm.only(number)), indent=2))
         return DONE
     if number is None:
-        console.print(overview(pm, summary.started_s), highlight=False)
+        console.print(overview(pm, summary.started_s, summary.simulated), highlight=False)
     for one in chosen if flags.all or number is not None else ():
         console.print(details(one, attempts), highlight=False)
     if flags.out:
         shown = pm if number is None else pm.only(number)
         path = Path(flags.out)
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = postmortem_page(summary.url, shown, attempts, summary.started_s)
+        text = postmortem_page(
+            summary.url, shown, attempts, summary.started_s, summary.simulated
+        )
         path.write_text(text, encoding="utf-8")
         console.print(f"\npost-mortem  {flags.out}", highlight=False, soft_wrap=True)
     return DONE

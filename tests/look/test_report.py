@@ -142,7 +142,7 @@ def test_the_page_is_whole_and_alone(summary, tmp_path):
         "Where billed time went",
         "Money",
         "Attempts",
-        "Worlds",
+        "Generations",
         "Notices",
         "Snapshots",
         "Trouble",

@@ -471,8 +471,7 @@ def _lane(one: Interruption, lane: Lane, scale: Axis, y: float) -> tuple[list[st
 
 
 def _place(row: AttemptRow) -> str:
-    ended = f", {row.end}" if row.end else ""
-    return f"node {row.name}: {row.offer or row.accelerator}, {money(row.usd_per_h)}/h{ended}"
+    return f"node {row.name}: {row.offer or row.accelerator}, {money(row.usd_per_h)}/h"
 
 
 def _inside(row: AttemptRow, scale: Axis) -> list[LabelledSpan]:

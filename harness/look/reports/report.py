@@ -96,7 +96,7 @@ def headline(s: Summary) -> list[tuple[str, str]]:
             f"{percent(ledger.goodput)} of {duration(ledger.billed_s)} billed went into steps that "
             "count",
         ),
-        ("simulated cost" if s.asked and s.asked.market else "cost", _cost_text(s)),
+        ("simulated cost" if s.simulated else "cost", _cost_text(s)),
     ]
     return rows
 
@@ -312,7 +312,8 @@ def _marks_table(s: Summary) -> Any:
 
 
 def _interruptions_table(s: Summary) -> Any:
-    return overview(s.postmortem, s.started_s) if s.postmortem.interruptions else None
+    shown = s.postmortem.interruptions
+    return overview(s.postmortem, s.started_s, s.simulated) if shown else None
 
 
 def _side_jobs_table(s: Summary) -> Any:

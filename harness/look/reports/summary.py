@@ -185,6 +185,11 @@ class Summary:
         return self.step * self.tokens_per_step
 
     @property
+    def simulated(self) -> bool:
+        """True if the run's cloud is the local one, whose prices are made up."""
+        return self.asked is not None and bool(self.asked.market)
+
+    @property
     def usd_per_1m_tokens(self) -> float | None:
         """Dollars per million tokens; `None`: not known."""
         return 1e6 * self.ledger.usd / self.tokens if self.tokens else None
