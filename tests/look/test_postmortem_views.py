@@ -137,7 +137,7 @@ def test_the_terminal_tells_the_same(summary):
         assert f"{what} {one.number}:" in text and "█" in text
         assert "one more node standing by" in text
     assert "the notice saved" in printed(details(pm.interruptions[1], attempts))
-    assert "\x1b" not in table and "3 interruptions, 1 resize\n" in table
+    assert "\x1b" not in table and "3 interruptions, 1 resize; stood" in table
     assert "at simulated prices" in printed(overview(pm, summary.started_s, simulated=True))
     joined = printed(details(pm.interruptions[0], attempts))  # its node is drained much later
     assert "g6e.xlarge" in joined and "drained" not in joined

@@ -126,21 +126,24 @@ def overview(pm: Postmortem, started_s: float, simulated: bool = False) -> Rende
     dollars are."""
     if not pm.interruptions:
         return Text("no interruptions: the run was never disturbed")
-    table = _table("#", "at", "what", "why", "world", "stood still", "until caught up", "lost", "$")
+    table = _table("#", "at", "what", "ranks", "stood", "caught up", "lost", "$")
     for one in pm.interruptions:
         table.add_row(
             str(one.number),
             f"+{duration(one.begun_s - started_s)}",
-            Text(one.kind, style=TONES.get(one.kind, "")),
-            Text(plain(one.cause)),
-            world_text(one),
+            Text.assemble((one.kind, TONES.get(one.kind, "")), f": {plain(one.cause)}"),
+            " → ".join(str(n or "–") for n in (one.world if one.epochs else one.world[:1])),
             duration(one.gap_s),
             duration(one.lasted_s),
-            plural(one.losses.steps, "step"),
+            f"{one.losses.steps:,}",
             money(one.losses.usd),
         )
     made_up = ", at simulated prices" if simulated else ""
-    parts: list[RenderableType] = [table, Text(counted(pm.interruptions) + made_up, style="dim")]
+    note = (
+        f"{counted(pm.interruptions)}{made_up}; stood: without a step; caught up: after so long; "
+        "lost: steps"
+    )
+    parts: list[RenderableType] = [table, Text(note, style="dim")]
     if pm.what_if:
         parts += [Text("\nOver the whole run, this would have cost more (+) or less (-):")]
         parts += [_alternatives(pm.what_if)]
@@ -165,7 +168,7 @@ def details(one: Interruption, attempts: Sequence[AttemptRow]) -> RenderableType
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
     for name in columns:
-        right = name in ("#", "at", "stood still", "until caught up", "lost", "$", "node time")
+        right = name in ("#", "at", "stood", "caught up", "lost", "$", "node time")
         table.add_column(name, justify="right" if right else "left", overflow="fold")
     return table
 

@@ -239,14 +239,14 @@ def _buckets_table(s: Summary) -> Any:
     for bucket in BUCKETS:
         share = ledger.ns[bucket] / ledger.billed_ns
         if ledger.ns[bucket]:
-            bar = Text("█" * max(1, round(20 * share)), style=COLOURS[bucket], no_wrap=True)
+            bar = Text("█" * max(1, round(10 * share)), style=COLOURS[bucket], no_wrap=True)
             table.add_row(
                 bucket,
                 bar,
                 percent(share),
                 duration(ledger.ns[bucket] / NANO),
                 money(ledger.nusd[bucket] / NANO),
-                Text(MEANING[bucket], style="dim", no_wrap=True, overflow="ellipsis"),
+                Text(MEANING[bucket], style="dim"),
             )
     table.add_row(
         "billed", "", "100 %", duration(ledger.billed_s), money(ledger.usd), "", style="bold"
