@@ -490,11 +490,8 @@ def launch(flags: LaunchFlags) -> int:
     beside: list[AbstractContextManager[Any]] = [
         publisher_beside(url, task, log, flags.alert_rules),
         alerting_beside(store, *told, console),
+        *_asked_beside(flags, url, store, told[1], console),
     ]
-    if flags.follow_logs:
-        beside.append(logs_beside(url, flags.cloud == "sky", console))
-    if flags.prometheus:
-        beside.append(_gauges(flags.prometheus, store, told[1], console))
     if flags.cloud == "sky":  # the market of a local cloud is invented
         beside.append(remembering(url, store, Histories.of(os.environ)))
     ended = _lead(flags, nodes, policy, asked_for, url, store, cloud, console, beside)
@@ -547,6 +544,16 @@ def _check_prometheus(flags: LaunchFlags) -> None:
     if flags.prometheus:
 
         check_address(flags.prometheus)
+
+
+def _asked_beside(
+    flags: LaunchFlags, url: str, store: ObjectStore, rules: Sequence[AlertRule], console: Console
+) -> Iterator[AbstractContextManager[Any]]:
+    """Yield what runs beside the recovery loop only if it was asked for."""
+    if flags.follow_logs:
+        yield logs_beside(url, flags.cloud == "sky", console)
+    if flags.prometheus:
+        yield _gauges(flags.prometheus, store, rules, console)
 
 
 @contextlib.contextmanager

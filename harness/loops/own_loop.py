@@ -350,11 +350,12 @@ def own_loop(
     training, feed = run._work.training, run._work.feed
     if training.model is None:
         raise BadInput("call run.prepare(model, optimizer) before own_loop(run, ...)")
-    foreign = {"data": data, "adapter": adapter, "script_world": script_world(run)}
+    first_ranks = script_world(run)
+    foreign = {"data": data, "adapter": adapter, "script_world": first_ranks}
     place = training.keep_place(DataPlace())
     with hidden_world.inside():
         try:
-            feed.first_ranks = foreign["script_world"] if per_device else 0
+            feed.first_ranks = first_ranks if per_device else 0
             feed.open_foreign(micro_batches, micro_batch, seed, foreign)
         except TooManyRanks as e:
             run._announce(feed.identity(training.model, run.reduce))

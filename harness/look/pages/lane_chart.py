@@ -418,7 +418,8 @@ class Axis:
 
 
 def _grid(x: float, text: str, top: float, floor: float) -> str:
-    said = _text(min(x, LANE_WIDTH - 24), top - 10, text, "pm-dim", "middle")
+    middle = min(x, LANE_WIDTH - 4 - 3.6 * len(text))  # it ends within the picture
+    said = _text(middle, top - 10, text, "pm-dim", "middle")
     return _upright("pm-grid", x, top - 6, floor) + said
 
 
