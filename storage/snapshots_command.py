@@ -147,7 +147,7 @@ def table(found: Sequence[SnapshotRow], now_s: float) -> Table:
     """Return a table with only the columns that have a value in some row."""
     columns: list[tuple[str, Callable[[SnapshotRow], str]]] = [
         ("step", lambda r: str(r.step)),
-        ("epoch", lambda r: str(r.epoch)),
+        ("generation", lambda r: str(r.epoch)),
         ("age", lambda r: age(now_s - r.committed_at) if r.committed_at is not None else ""),
         ("size", lambda r: size(r.nbytes) if r.nbytes is not None else ""),
         (
@@ -175,7 +175,7 @@ def table(found: Sequence[SnapshotRow], now_s: float) -> Table:
         made.add_column(
             name,
             justify="right"
-            if name in ("step", "epoch", "age", "size", "new", "ranks", "commit")
+            if name in ("step", "generation", "age", "size", "new", "ranks", "commit")
             else "left",
         )
     for row in found:
@@ -370,7 +370,7 @@ def _list(args: Any, store: ObjectStore, console: Console, tell: FindNotes) -> i
     for row in found:
         if row.reason:
             console.print(
-                f"step {row.step}, epoch {row.epoch}: {row.reason}",
+                f"step {row.step}, generation {row.epoch}: {row.reason}",
                 style="red",
                 highlight=False,
                 soft_wrap=True,
@@ -439,7 +439,7 @@ def _verify(args: Any, store: ObjectStore, console: Console, tell: FindNotes) ->
             found[ref] = why
         if not args.json:
             console.print(
-                f"step {ref.step}, epoch {ref.epoch}: {said}",
+                f"step {ref.step}, generation {ref.epoch}: {said}",
                 style="red" if why else "",
                 highlight=False,
                 soft_wrap=True,
@@ -470,7 +470,7 @@ def _show(args: Any, store: ObjectStore, console: Console, tell: FindNotes) -> i
         print(json.dumps(json.loads(manifest.to_json()), indent=2))
         return DONE
     console.print(
-        f"step {manifest.step}, epoch {manifest.epoch}, {manifest.world} ranks, "
+        f"step {manifest.step}, generation {manifest.epoch}, {manifest.world} ranks, "
         f"{size(manifest.nbytes)} in {len(manifest.parts)} parts"
     )
     made = Table(
@@ -507,7 +507,8 @@ def _prune(args: Any, store: ObjectStore, console: Console, tell: FindNotes) -> 
         what = "snapshot" if ref in committed else "parts that were never committed"
         nbytes = sum(n for key, n in deleted.items() if f"/{ref.name}" in key)
         console.print(
-            f"{will} step {ref.step}, epoch {ref.epoch}: {what}, {size(nbytes)}", highlight=False
+            f"{will} step {ref.step}, generation {ref.epoch}: {what}, {size(nbytes)}",
+            highlight=False,
         )
     if not args.dry_run:
         Snapshots(store).prune(keep)
@@ -546,7 +547,7 @@ def _copy(args: Any, store: ObjectStore, console: Console, tell: FindNotes) -> i
             "there": "was there",
             "pruned": "was pruned meanwhile",
         }[one.state]
-        console.print(f"step {one.ref.step}, epoch {one.ref.epoch}: {what}", highlight=False)
+        console.print(f"step {one.ref.step}, generation {one.ref.epoch}: {what}", highlight=False)
     return DONE
 
 

@@ -468,7 +468,7 @@ class Agent:
             self._host.say(f"{past.reason}; {hint}")
             return FINISHED
         if now - past.left_s > wait_s:
-            past.reason = f"no place in any epoch for {wait_s:.0f} s"
+            past.reason = f"no place in any generation for {wait_s:.0f} s"
             return FENCED
         return None
 
@@ -554,7 +554,7 @@ class Agent:
             self._feed(node_state.Released())
         fence_s = FENCE_S if self._lines.all_up() else self.config.timing.tick_s
         if self._due.now("fence", now, fence_s) and self.rendezvous.newest().epoch > epoch.epoch:
-            return self._abandon("a newer epoch exists without us")
+            return self._abandon("a newer generation exists without us")
         first = next(n for n in epoch.members if n == self.name or n not in stay.absent)
         look = first == self.name
         found = self.rendezvous.look() if look else self.rendezvous.watch(epoch.members)
@@ -597,7 +597,7 @@ class Agent:
 
     def _abandon(self, why: str, code: int = KILLED) -> int | None:
         """End our workers and leave the generation. `code`: exit code that counts for each."""
-        self._host.say(f"epoch {self._stay.epoch.epoch} is over: {why}")
+        self._host.say(f"generation {self._stay.epoch.epoch} is over: {why}")
         return self._leave([code] * len(self._end_workers()))
 
     def _leave(self, codes: list[int]) -> int | None:

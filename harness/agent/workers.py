@@ -434,7 +434,7 @@ def hear_peers(
     planned = all(p.end in ("resize", "drained", "stopped", "") for p in left)
     if now - since_s > (PLANNED_S if planned else PEER_LEFT_S):
         who = left[0].member
-        return PeerVerdict(f"{who} has left this epoch and our workers did not notice", since_s)
+        return PeerVerdict(f"{who} has left, and our workers did not notice", since_s)
     return PeerVerdict(since_s=since_s, changing=changing or planned)
 
 
@@ -485,7 +485,7 @@ def why_no_more(me: Member, last: Epoch, fruitless: Fruitless, end: End | None) 
     if fruitless.epochs >= FRUITLESS_LIMIT:
         how = end.value if end else ""
         return (
-            f"{fruitless.epochs} epochs in a row ended without a new snapshot after step "
+            f"{fruitless.epochs} generations in a row ended without a new snapshot after step "
             f"{max(0, fruitless.step)} (the last: {how}{', ' + failure if failure else ''}); see "
             "the workers' logs, then launch again."
         )

@@ -507,7 +507,7 @@ def read_epoch(store: ObjectStore, epoch: int) -> Epoch:
     number; NewerProtocol; StoreUnavailable, also for a part of it."""
     found = read_whole(store, epoch_key(epoch), Epoch.decode)
     if found.epoch != epoch:
-        raise BadObject(f"wanted epoch {epoch}, found {found.epoch}")
+        raise BadObject(f"wanted generation {epoch}, found {found.epoch}")
     return found
 
 

@@ -80,7 +80,7 @@ COMMANDS = {
     "launch": ("launch", "LaunchFlags", "launch"),
     "run": ("node", "RunFlags", "run"),
     "status": ("status", "StatusFlags", "status"),
-    "logs": ("status", "LogsFlags", "logs"),
+    "logs": ("node_logs", "LogsFlags", "logs"),
     "stop": ("stop", "StopFlags", "stop"),
     "down": ("stop", "DownFlags", "down"),
     "guard": ("guard_command", "GuardFlags", "guard"),

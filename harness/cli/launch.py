@@ -54,6 +54,7 @@ from harness.cli.common import (
 )
 from harness.cli.dry_run import deadline_text, show_plan, wanted, work_text
 from harness.cli.market_command import Histories, known_before, remembering
+from harness.cli.node_logs import logs_beside
 from harness.cli.publish import publisher_beside
 from harness.cli.run_record import RecordFlags, about_launch, keep_launch, with_names
 from harness.cli.status import show_report
@@ -314,7 +315,7 @@ class LaunchFlags(RecordFlags, AlertFlags):
         "dry run": ("dry_run", "clouds", "json"),
         "local cloud": ("market", "local_notices"),
         "the task's environment": ("env", "secret", "sign_key"),
-        "observability": ("prometheus", "alert", "alert_rules", "html", "brief"),
+        "observability": ("prometheus", "alert", "alert_rules", "html", "brief", "follow_logs"),
         "provenance": ("on_change", "diff", "owner", "project", "experiment", "purpose"),
     }
 
@@ -411,6 +412,9 @@ class LaunchFlags(RecordFlags, AlertFlags):
         check=output_file,
     )
     brief: bool = flag(False, "end without the report in the terminal")
+    follow_logs: bool = flag(
+        False, "also show what the script prints on each node, behind the node's number"
+    )
 
 
 def _secrets(flags: LaunchFlags) -> dict[str, str]:
@@ -486,9 +490,8 @@ def launch(flags: LaunchFlags) -> int:
     beside: list[AbstractContextManager[Any]] = [
         publisher_beside(url, task, log, flags.alert_rules),
         alerting_beside(store, *told, console),
+        *_asked_beside(flags, url, store, told[1], console),
     ]
-    if flags.prometheus:
-        beside.append(_gauges(flags.prometheus, store, told[1], console))
     if flags.cloud == "sky":  # the market of a local cloud is invented
         beside.append(remembering(url, store, Histories.of(os.environ)))
     ended = _lead(flags, nodes, policy, asked_for, url, store, cloud, console, beside)
@@ -541,6 +544,16 @@ def _check_prometheus(flags: LaunchFlags) -> None:
     if flags.prometheus:
 
         check_address(flags.prometheus)
+
+
+def _asked_beside(
+    flags: LaunchFlags, url: str, store: ObjectStore, rules: Sequence[AlertRule], console: Console
+) -> Iterator[AbstractContextManager[Any]]:
+    """Yield what runs beside the recovery loop only if it was asked for."""
+    if flags.follow_logs:
+        yield logs_beside(url, flags.cloud == "sky", console)
+    if flags.prometheus:
+        yield _gauges(flags.prometheus, store, rules, console)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""`harness status`, `logs`, and the commands of `harness runs` that show runs."""
+"""`harness status`, and the commands of `harness runs` that show runs."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ from harness.bucket.setup_objects import people_of
 from harness.cli.common import (
     DONE,
     FAILED,
-    book_of,
     cache_dir,
     existing_store,
     html_path,
-    is_local,
-    sky_broker,
-    state_dir,
     with_key,
 )
 from harness.clouds.sky_broker import Broker, SkyError
-from harness.clouds.sky_clusters import settle, tails
+from harness.clouds.sky_clusters import settle
 from harness.core.flags import flag, positional
 from harness.core.input_files import output_file
 from harness.core.world import BadInput, CloudUnavailable
@@ -120,7 +116,7 @@ def _sky(url: str) -> Broker:
     return Broker(os.environ, cache_dir(url, "sky-logs") / "broker.log")
 
 
-# `harness status`, `report`, `logs`: views of a run while it goes on and afterwards.
+# `harness status`, `report`: views of a run while it goes on and afterwards.
 
 
 # ---- looking at a run ----------------------------------------------------------------------------
@@ -200,63 +196,6 @@ def show_report(store: ObjectStore, console: Console, html: str, brief: bool = F
     return DONE
 
 
-@dataclass(frozen=True)
-class LogsFlags:
-    url: str = positional("URL of the run")
-    attempt: int | None = flag(
-        None,
-        "of this attempt only (see `harness runs report`); default: all that are there",
-        at_least=1,
-    )
-    lines: int = flag(50, "how many lines of each")
-
-
-def logs(flags: LogsFlags) -> int:
-    """Print the logs of the run's nodes."""
-    store, console, url = existing_store(flags.url), Console(), normalize(flags.url)
-    if not is_local(url) and not book_of(store).offers:  # SkyPilot may take minutes to say so
-        raise BadInput(
-            f"{flags.url}: wanted nodes of `harness launch`, found none; the log of `harness run` "
-            "is what it prints, and of a managed job `sky jobs logs` shows it"
-        )
-    found = _local_logs(url, flags.lines) if is_local(url) else _sky_logs(url, flags.lines)
-    wanted = {n: text for n, text in found.items() if flags.attempt in (None, n)}
-    if not wanted:
-        raise BadInput(
-            f"{flags.url}: no log of "
-            f"{'any attempt' if flags.attempt is None else f'attempt {flags.attempt}'} is there"
-        )
-    for number, text in sorted(wanted.items()):
-        console.print(f"== attempt {number}", style="bold")
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-    return DONE
-
-
-def _local_logs(url: str, lines: int) -> dict[int, str]:
-    paths = (state_dir(url) / "nodes").glob("*/log")
-    return {
-        int(p.parent.name): "\n".join(p.read_text(errors="replace").splitlines()[-lines:])
-        for p in paths
-    }
-
-
-def _sky_logs(url: str, lines: int) -> dict[int, str]:
-    """Return the logs by attempt: from SkyPilot for existing clusters, from kept files for failed
-    ones that are gone."""
-    kept = {
-        p.stem: p.read_text(errors="replace") for p in state_dir(url, "sky-logs").glob("sh-*.log")
-    }
-    sky = sky_broker(url)
-    try:
-        found = {**kept, **tails(sky, url, lines)}
-    finally:
-        sky.close()
-    return {
-        int(name.rpartition("-")[2]): "\n".join(text.splitlines()[-lines:])
-        for name, text in found.items()
-    }
-
-
 # `harness runs postmortem`: report each interruption, what it cost and what it saved.
 
 
@@ -288,14 +227,16 @@ def postmortem(flags: PostmortemFlags) -> int:
         print(json.dumps(as_json(pm if number is None else pm.only(number)), indent=2))
         return DONE
     if number is None:
-        console.print(overview(pm, summary.started_s), highlight=False)
+        console.print(overview(pm, summary.started_s, summary.simulated), highlight=False)
     for one in chosen if flags.all or number is not None else ():
         console.print(details(one, attempts), highlight=False)
     if flags.out:
         shown = pm if number is None else pm.only(number)
         path = Path(flags.out)
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = postmortem_page(summary.url, shown, attempts, summary.started_s)
+        text = postmortem_page(
+            summary.url, shown, attempts, summary.started_s, summary.simulated
+        )
         path.write_text(text, encoding="utf-8")
         console.print(f"\npost-mortem  {flags.out}", highlight=False, soft_wrap=True)
     return DONE

@@ -246,7 +246,7 @@ def done_in_words(step: int, ended: str) -> str:
     """Return the end of a run that is done. `ended`: see `Snapshots.ended`. A script without a
     session has saved nothing, so that no step can be called its last."""
     if ended != WITHOUT_SESSION:
-        return f"step {step} is the last and is committed"
+        return f"finished at step {step}"
     saved = f"the last snapshot is of step {step}" if step else "nothing is saved in the run"
     return f"{ended} and had no session: its steps were not counted, {saved}"
 

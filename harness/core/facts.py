@@ -337,7 +337,9 @@ class AgentEnded(Fact):
 # ---- worker --------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class SessionStarted(Fact):
-    """Rank 0 of a generation is ready to train. `shares`: micro-batches per replica and step."""
+    """Rank 0 of a generation is ready to train. `shares`: micro-batches per replica and step.
+    `first_ranks`: the ranks that the global batch of an unchanged script was made for; 0: the
+    script names its global batch itself."""
 
     epoch: int
     world: int
@@ -353,6 +355,7 @@ class SessionStarted(Fact):
     restore_s: float = 0.0
     tier: str = "bucket"  # tier that rank 0 restored from
     read_nbytes: dict[str, Natural] = field(default_factory=dict)  # of all ranks, by tier
+    first_ranks: Count = 0
 
 
 @dataclass(frozen=True)

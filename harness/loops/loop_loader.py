@@ -401,6 +401,7 @@ class MicroLoader:
             seed=front.seed,
             total=epochs * self.steps,
             adapter="run.loader",
+            per_device=False,
         )
         w = front._work
         w.rates.watch(training.model, *self._told, w.peers.replica_ranks)

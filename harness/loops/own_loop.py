@@ -36,6 +36,7 @@ import torch
 
 from harness.bucket.layout import IDENTITY, Identity
 from harness.core.batch import TooManyRanks, seed_for
+from harness.core.formatting import batch_text
 from harness.core.world import BadInput
 from harness.node.heartbeat import WorkerPhase
 from harness.worker import boundary as machine
@@ -338,18 +339,23 @@ def own_loop(
     seed: int = 0,
     total: int = 0,
     adapter: str = "",
+    per_device: bool = True,
 ) -> OwnLoop:
     """Resume, and begin a foreign trainer's loop, for adapters (see the module).
     `micro_batches`: their number in a step, on all ranks together; `micro_batch`: samples in
     each; `data`: a description of its data and their order; `total`: its last step, 0: not
-    known. Raises BadInput, StoreError, SystemExit."""
+    known; `per_device`: the script says what each rank does, and the global batch is that of
+    `script_world` ranks, else it names the global batch. Raises BadInput, StoreError,
+    SystemExit."""
     training, feed = run._work.training, run._work.feed
     if training.model is None:
         raise BadInput("call run.prepare(model, optimizer) before own_loop(run, ...)")
-    foreign = {"data": data, "adapter": adapter, "script_world": script_world(run)}
+    first_ranks = script_world(run)
+    foreign = {"data": data, "adapter": adapter, "script_world": first_ranks}
     place = training.keep_place(DataPlace())
     with hidden_world.inside():
         try:
+            feed.first_ranks = first_ranks if per_device else 0
             feed.open_foreign(micro_batches, micro_batch, seed, foreign)
         except TooManyRanks as e:
             run._announce(feed.identity(training.model, run.reduce))
@@ -362,4 +368,7 @@ def own_loop(
         training.strategy.start(micro_batches)
         training.strategy.zero()
     norm_once.install()
+    if per_device and not run.step:
+        batch = batch_text(micro_batches * micro_batch, micro_batch, feed.first_ranks)
+        run.print(f"harness: {batch}, and stays so on any number of ranks")
     return OwnLoop(run._work, run._hands, place)

@@ -218,7 +218,9 @@ class Rendezvous:
         version may not know that ours differs."""
         ours = decoding.PROTOCOL
         if found.protocol < ours and self._newest and self._newest.protocol == ours:
-            raise BadObject(f"it is of protocol {found.protocol}, this run's epochs are of {ours}")
+            raise BadObject(
+                f"it is of protocol {found.protocol}, this run's generations are of {ours}"
+            )
 
     def admitted(self) -> bool:
         """Return whether we may report that we are ready. We may not while nodes with an older
@@ -234,10 +236,10 @@ class Rendezvous:
         here = [name for name in last.members if name in alive]
         if any(self.others.seen[name].moved for name in here):
             raise WrongProtocol(
-                f"{self.store.url} is trained by {', '.join(here)} in epoch {last.epoch}, which is "
-                f"of protocol {last.protocol}; this node speaks {decoding.PROTOCOL}: install the "
-                "version that they have, or stop the run (harness stop) and launch it anew with "
-                "this version"
+                f"{self.store.url} is trained by {', '.join(here)} in generation {last.epoch}, "
+                f"which is of protocol {last.protocol}; this node speaks {decoding.PROTOCOL}: "
+                "install the version that they have, or stop the run (harness stop) and launch it "
+                "anew with this version"
             )
         return not here
 

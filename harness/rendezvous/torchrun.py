@@ -139,8 +139,8 @@ class BucketRendezvous(RendezvousHandler):
                 with self._lock:
                     if self.is_closed():
                         raise RendezvousClosedError(
-                            f"run {self._run_id}: epoch {self._rendezvous.newest().epoch} was the "
-                            "last one"
+                            f"run {self._run_id}: generation {self._rendezvous.newest().epoch} was "
+                            "the last one"
                         )
                     epoch = self._rendezvous.try_form(self._max_nodes)
                     info = self._enter(epoch) if epoch is not None else None
@@ -153,7 +153,7 @@ class BucketRendezvous(RendezvousHandler):
             if time.monotonic() > deadline_s:
                 self._rendezvous.leave(end="")
                 raise RendezvousTimeoutError(
-                    f"{self._store.url}: no place in any epoch within "
+                    f"{self._store.url}: no place in any generation within "
                     f"{self._bounds.join_timeout_s:.0f} s (join_timeout)"
                 )
             self._lines.changed.wait(TICK_S if time.monotonic() < busy_until_s else IDLE_S)

@@ -96,11 +96,11 @@ def fence(store: ObjectStore) -> Callable[[Ref], None]:
             newest = newest_epoch(store).epoch
         except NewerProtocol as e:
             raise Fenced(
-                f"epoch {ref.epoch} is over: a newer version of this code has begun another ({e})"
+                f"generation {ref.epoch} is over: newer code has begun another ({e})"
             ) from e
         if newest > ref.epoch:
             raise Fenced(
-                f"epoch {ref.epoch} is over: a newer one exists, so its snapshot of step "
+                f"generation {ref.epoch} is over: a newer one exists, so its snapshot of step "
                 f"{ref.step} is not committed"
             )
 

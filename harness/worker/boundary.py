@@ -522,7 +522,7 @@ class Boundary:
         if manifest is not None:
             self._run.step = manifest.step
             self._peers.print(
-                f"harness: resumed from step {manifest.step} (epoch {manifest.epoch})"
+                f"harness: resumed from step {manifest.step} (generation {manifest.epoch})"
             )
         self._resume.check(manifest)
         self._work.rhythm.begin()
@@ -554,6 +554,7 @@ class Boundary:
                 restore_s=restore_s,
                 tier=self._resume.tier,
                 read_nbytes=self._resume.read_nbytes,
+                first_ranks=feed.first_ranks,
             )
         )
 

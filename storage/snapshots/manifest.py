@@ -80,7 +80,7 @@ class Ref:
         ref = cls(epoch=int(found[2]), step=int(found[1])) if found else None
         if ref is None or ref.name != name:
             raise ValueError(
-                f"a snapshot is named like {cls(1, 200).name!r} (step-epoch); found {name!r}"
+                f"a snapshot is named like {cls(1, 200).name!r} (step-generation); found {name!r}"
             )
         return ref
 

@@ -289,7 +289,7 @@ class Restore:
         elif newest is not None and len(outranked) >= OUTRANKED and not self._is_guarded(newest):
             reached, problem = (
                 outranked[0].step,
-                f"a newer epoch began anew and stands at step {newest.step}",
+                f"a newer generation began anew and stands at step {newest.step}",
             )
         if not problem:
             return

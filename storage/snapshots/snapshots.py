@@ -301,8 +301,8 @@ class Snapshots:
         if extra:
             raise SnapshotCorrupt(
                 f"snapshot {ref}: wanted part lists of {len(keys)} ranks, found also "
-                f"{', '.join(sorted(extra))}; an epoch has one world: start a new epoch for "
-                "another one"
+                f"{', '.join(sorted(extra))}; a generation has one world: start a new one "
+                "for another"
             )
         return surely(lambda: [PartList.from_json(text) for text in read_all(self.store, keys)])
 

@@ -83,7 +83,7 @@ def test_a_member_that_goes_before_its_workers_begin_is_not_waited_for(nodes):
     second.leave(end="")
     nodes.until(lambda: len(nodes.facts(EpochStarted)) == 3)
     # for this reason, and not after the half minute that a planned end may take
-    assert "epoch 2 is over: m0002 went before its workers began" in nodes.logs()
+    assert "generation 2 is over: m0002 went before its workers began" in nodes.logs()
     nodes.go.touch()
     lines.close()
     assert first.wait(200) == 0, nodes.logs()
@@ -164,7 +164,7 @@ def test_a_script_that_keeps_failing_is_stopped_with_its_words(nodes):
 @pytest.mark.proof
 @pytest.mark.parametrize(
     ("text", "times", "says"),
-    [("", 3, "crash loop"), (" of {uuid.uuid4()}", 20, "20 epochs in a row")],
+    [("", 3, "crash loop"), (" of {uuid.uuid4()}", 20, "20 generations in a row")],
 )
 def test_words_of_a_lost_peer_prove_nothing_where_nobody_is_lost(
     nodes, tmp_path, text, times, says

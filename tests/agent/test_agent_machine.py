@@ -506,7 +506,7 @@ def test_the_run_is_stopped_with_words_that_help():
     said = why_no_more(killed, last, Fruitless(1, 8), End.KILLED)
     assert "a worker was killed 10 times" in said and "memory" in said and "script" not in said
     said = why_no_more(me, NO_EPOCH, Fruitless(20, -1), End.PEER_LOST)
-    assert "20 epochs in a row" in said and "(the last: peer-lost, ValueError: bad)" in said
+    assert "20 generations in a row" in said and "(the last: peer-lost, ValueError: bad)" in said
     assert why_no_more(me, NO_EPOCH, Fruitless(19, 4), End.PEER_LOST) == ""
 
 

@@ -28,7 +28,7 @@ def test_the_commands_of_the_page_survive_a_preemption(tmp_path):
         timeout=580,
     )
     assert said.returncode == 0, said.stdout[-4000:] + said.stderr[-4000:]
-    assert "run done: step 2560 is the last and is committed" in said.stdout
+    assert "run done: finished at step 2560" in said.stdout
     assert re.search(r"kill +aws .* in time", said.stdout), said.stdout  # among the notices
     notices = re.findall(r"^[\d:]+  node \d+: preemption notice from simulated aws", said.stdout, re.M)
     assert len(notices) == 1, said.stdout

@@ -169,12 +169,12 @@ def stage() -> Stage:
 
 
 def test_a_run_is_led_to_its_end(stage: Stage) -> None:
-    assert stage.lead() == RunOutcome("done", "step 20 is the last and is committed", 20)
+    assert stage.lead() == RunOutcome("done", "finished at step 20", 20)
     assert [f.attempt for f in stage.facts(AttemptIntended)] == [1]
     (ended,) = stage.facts(AttemptEnded)
     assert (ended.end, ended.exit_code, ended.billed_s) == ("finished", 0, 51.0)
     assert ended.usd == pytest.approx(51 / 3600)
-    assert stage.facts(RunEnded) == [RunEnded("done", "step 20 is the last and is committed", 20)]
+    assert stage.facts(RunEnded) == [RunEnded("done", "finished at step 20", 20)]
 
 
 def test_nothing_is_launched_for_a_run_that_is_done(stage: Stage) -> None:
@@ -1041,7 +1041,7 @@ def dies_once_up(stage: Stage) -> None:
 def test_a_damaged_fact_stops_no_controller_and_hides_no_node(stage: Stage, kind: str) -> None:
     dies_once_up(stage)
     key = break_facts(stage, kind)
-    assert stage.lead() == RunOutcome("done", "step 20 is the last and is committed", 20)
+    assert stage.lead() == RunOutcome("done", "finished at step 20", 20)
     assert stage.cloud.alive == []
     # the node that it could not read of went on, and none was launched beside it
     assert list(stage.cloud.all) == [1]
@@ -1095,6 +1095,6 @@ def test_a_run_that_refuses_every_node_is_stopped_with_the_reason() -> None:
 
 
 def test_the_end_of_a_script_without_a_session_names_no_step(stage: Stage) -> None:
-    assert done_in_words(20, "finished") == "step 20 is the last and is committed"
+    assert done_in_words(20, "finished") == "finished at step 20"
     assert "nothing is saved in the run" in done_in_words(0, WITHOUT_SESSION)
     assert "the last snapshot is of step 7" in done_in_words(7, WITHOUT_SESSION)

@@ -168,6 +168,95 @@ def test_logs_of_a_run_that_nobody_launched_are_not_looked_for(runs: Path):
     assert code == 2 and "sky jobs logs" in said, said
 
 
+# ---- Start, Adopt and Run: each command of their blocks is run, or it is said where ---------------
+CAPTION = re.compile(r":caption: (?:Start|Adopt|Run)\n(.*?)^```", re.S | re.M)
+CLI, CHECK = "harness ", "harness check "
+# the beginning of a command: what runs it, or why nothing here can
+ELSEWHERE = {
+    "python3 -m venv": "each make target has made one",
+    ". venv/bin/activate": "a shell's own",
+    "cd first": "a shell's own",
+    "pip install": "from package indexes; tests/house/test_package.py installs the wheel",
+    "harness launch train.yaml --cloud local --nodes 1:2 --market once": "tests/cli/test_start_page.py",
+    CHECK: "half a minute each: tests/check and tests/adapters/test_check_trainers.py",
+    "harness run --run s3://my-bucket/runs/x -- run_clm": "others' scripts: tests/adapters",
+    "harness run --run s3://my-bucket/runs/x -- train.py": "others' trainers: tests/adapters",
+    "harness run --run s3://my-bucket/runs/x -- -m torchtitan.train": "tests/adapters/test_torchtitan.py",
+    "harness prove fake-metadata": "test_the_metadata_server_takes_what_pages_tell_it",
+    "curl": "test_the_metadata_server_takes_what_pages_tell_it",
+    "harness plan": "minutes on two cores: tests/planner/test_plan.py",
+    "harness market simulate --trace": "the reader's own trace: tests/planner/test_simulate_markets.py",
+    "harness market simulate --what-if": "of a launched run: tests/planner/test_market_what_if.py",
+    "harness snapshots take": "of a run that goes on: tests/worker/test_session.py",
+    "harness snapshots export s3://my-bucket/runs/x out/ --adapter": "tests/adapters/test_peft_adapters.py",
+    "harness snapshots watch s3://bucket/runs/x --name export": "tests/look/test_watch.py",
+    "sky jobs launch": "SkyPilot's own, on clouds: tests/slurm",
+    "harness logs": "of launched nodes: tests/cli/test_start_page.py",
+    "harness prove doctor": "asks SkyPilot's API server: tests/cli/test_doctor.py",
+}
+SHELL = (*FIRST, "sky ", "cd ", "python3 ", ". ")
+
+
+def of_the_first_pages() -> list[str]:
+    """Return the command lines in the blocks of Start, Adopt and Run, fenced or indented."""
+    found: dict[str, None] = {}
+    for body in CAPTION.findall((ROOT / "docs" / "index.md").read_text()):
+        for name in body.split():
+            text = (ROOT / "docs" / f"{name}.md").read_text()
+            fenced = [body for _, _, language, body in BLOCK.findall(text) if language != "diff"]
+            indented = re.findall(r"(?:^    [^\n]*\n)+", BLOCK.sub("", text), re.M)
+            for block in (*fenced, *indented):
+                for line in re.sub(r" *\\\n *", " ", block).splitlines():
+                    if ENVS.sub("", line.strip().removeprefix("$ ")).startswith(SHELL):
+                        found[ENVS.sub("", line.strip().removeprefix("$ "))] = None
+    return list(found)
+
+
+def elsewhere(line: str) -> str | None:
+    return next((why for begin, why in ELSEWHERE.items() if line.startswith(begin)), None)
+
+
+RUN_HERE = [line for line in of_the_first_pages() if elsewhere(line) is None]
+ABOVE = {named(words) for words in runnable()}
+
+
+def test_each_command_of_the_first_pages_is_run_or_it_is_said_where():
+    lines = of_the_first_pages()
+    assert len(lines) > 40 and len(RUN_HERE) > 12, lines
+    assert [begin for begin in ELSEWHERE if not any(line.startswith(begin) for line in lines)] == []
+    for why in ELSEWHERE.values():
+        for path in re.findall(r"tests/[\w/.]+", why):
+            assert (ROOT / path.rstrip(".")).exists(), path
+    assert [line for line in RUN_HERE if not line.startswith(CLI)] == []
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("line", [x for x in RUN_HERE if named(words_from(x)[1:]) not in ABOVE])
+def test_a_command_of_the_first_pages_does_what_it_says(
+    line: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A launch as far as its plan, which costs nothing; the others on a run that has ended."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "eval.py").write_text("print('a number')")
+    (tmp_path / "my_package").mkdir()
+    own = "from harness.controller.policies import cheapest as calm"
+    (tmp_path / "my_package" / "policies.py").write_text(own)
+    words = shlex.split(line, comments=True)[1:]
+    if words[0] == "launch":
+        run = words[words.index("--run") + 1] if "--run" in words else "new"
+        place = {run: str(tmp_path / "new"), "train.yaml": str(ROOT / "sky_tasks" / "train.yaml")}
+        words = [*words, "--dry-run"]
+    else:
+        place = {}
+    given = [place.get(word) or URLS.sub(str(runs / "x"), word) for word in words]
+    given = [str(ROOT / word) if word.startswith("sky_tasks/") else word for word in given]
+    code, said = ended(given)
+    assert code == 0, said
+    assert words[0] != "launch" or "first   local/a" in said
+
+
 # ---- other programs ------------------------------------------------------------------------------
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))

@@ -164,7 +164,7 @@ def test_wrong_sample_is_named(run):
         ({"shares": (2, 1, 1)}, "over 2 ranks"),
         ({"weight": 0.0}, "positive weight"),
         ({"loss": float("nan")}, "finite loss"),
-        ({"epoch": 1}, "the 2 ranks of epoch 1"),
+        ({"epoch": 1}, "the 2 ranks of generation 1"),
     ],
 )
 def test_broken_step_is_named(changes, words):
@@ -176,7 +176,7 @@ def test_epoch_that_goes_back_is_named():
     run = TrueRun().train(3, world=1).train(6, world=1)
     run.train(8, world=1, new_epoch=False, epoch=1)
     found = violation(run.store)
-    assert "epochs that never go back, found epoch 2 before epoch 1" in found
+    assert "generations that never go back, found generation 2 before generation 1" in found
 
 
 def test_skipped_step_is_named():

@@ -1,8 +1,10 @@
 """The report and `harness runs serve` in a real browser: no console error, values at the pointer, curves,
 a phone's width, dark mode, print."""
 
+import math
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +12,7 @@ from harness.bucket.archive import read_facts
 from harness.bucket.journal import Journal
 from harness.core import facts as f
 from harness.look.pages.run_index import RunsFolder
+from harness.look.pages.speed_charts import _rank_band, loss_keys
 from harness.look.pages.web_server import RunsServer
 from harness.look.reports.report import write_html
 from harness.look.reports.summary import summarize
@@ -99,7 +102,7 @@ def test_every_plot_of_the_report_tells_its_values(tab, report):
     tab.open(report)
     said = tab.hover("#loss svg.plot", 0.25)
     assert said.startswith("step 2") and "loss  2." in said and "ranks  " in said
-    assert "epoch 1: 2 ranks" in said
+    assert "generation 1: 2 ranks" in said
     for anchor, word in (
         ("money", "paid  $0."), ("step-time", "forward  "), ("scaling", "measured  "), ("hardware", "GPU 0  "),
     ):  # fmt: skip
@@ -119,6 +122,22 @@ def test_the_report_on_a_phone(tab, report):
     assert "loss  " in tab.touch("#loss svg.plot", 0.25)
     wide = "[...document.querySelectorAll('section')].filter(s=>s.scrollWidth>s.clientWidth).length"
     assert tab.run(wide) == 0 and tab.said == []
+
+
+def test_the_loss_lies_within_the_spread_of_the_ranks(history):
+    """... which is known as means over windows of steps only."""
+    summary = summarize(history.store, now=lambda: history.t)
+    wide = replace(summary.speed.windows[0], first=1, last=30)
+    some = replace(summary, speed=replace(summary.speed, windows=(wide,)))
+    (band,) = _rank_band(some)
+    loss = {p.step: p.loss for p in some.curve}
+    assert list(band.xs) == list(loss)
+    inside = [i for i, y in enumerate(band.ys) if math.isfinite(y)]
+    assert [band.xs[i] for i in inside] == list(range(1, 31))
+    assert all(band.low[i] <= loss[band.xs[i]] <= band.ys[i] for i in inside)
+    apart = {round(band.ys[i] - band.low[i], 9) for i in inside}
+    assert len(apart) == 1 and apart != {0.0}
+    assert ("lost", "", "lost and redone") in loss_keys(some)
 
 
 def test_dark_mode_is_the_systems_until_somebody_says_otherwise(tab, report):
@@ -170,10 +189,44 @@ def test_the_served_table_and_curves(tab, served):
 
 
 def test_the_served_table_on_a_phone(tab, served):
+    """Each run is a card: nothing lies beyond the edge, and each value has its name beside it."""
     tab.size(390, 800, touch=True)
     tab.open(served)
     tab.until("document.querySelectorAll('#chart path').length == 2")
     assert not tab.run(OVERFLOW)
+    beyond = "[...document.querySelectorAll('#runs td')].filter(c=>c.getBoundingClientRect().right>390).length"
+    assert tab.run(beyond) == 0
+    named = "[...document.querySelectorAll('#runs tr td')].filter(c=>c.offsetHeight).map(c=>c.dataset.name)"
+    assert {"state", "step", "loss", "spent", "region", "last heartbeat"} <= set(tab.run(named))
+
+
+def test_the_served_table_is_filtered_by_state_and_has_what_differs(tab, served):
+    tab.open(served)
+    tab.until("document.querySelectorAll('#runs tbody tr').length == 2")
+    tab.until("document.querySelector('#only').options.length == 2")
+    head = "[...document.querySelectorAll('#runs th')].map(h=>h.textContent)"
+    assert {"region", "instance", "tags", "notes", "status"} <= set(tab.run(head))
+    assert "lr" not in tab.run(head)  # the same in all
+    row = "[...document.querySelectorAll('#runs tbody tr')].find(r=>r.textContent.includes('first')).textContent"
+    assert "aws us-east-1" in tab.run(row) and "g6e.xlarge" in tab.run(row) and "simulated" in tab.run(row)
+    choose = "(e=>{{e.value='{0}';e.dispatchEvent(new Event('change'))}})(document.getElementById('only'))"
+    count = "document.getElementById('count').textContent"
+    tab.run(choose.format("done"))
+    assert tab.run(count) == "2 runs" and "only=done" in tab.run("location.hash")
+    # another run's answer, as the server would give it
+    tab.run(
+        "(f=>{window.fetch=u=>f(u).then(r=>r.url.includes('/api/runs')&&r.ok?r.json().then(b=>{"
+        "b.runs=[{...b.runs[0],id:'one',config:{lr:'0.1',seed:'1'},people:['ann'],notes:2,note:'why'},"
+        "{...b.runs[0],id:'two',config:{lr:'0.2',seed:'1'},state:'failed',simulated:false}];"
+        "return {ok:true,status:200,headers:r.headers,json:()=>Promise.resolve(b)}}):r)})(window.fetch)"
+    )
+    tab.run(choose.format(""))
+    tab.until("[...document.querySelectorAll('#runs th')].some(h=>h.textContent=='lr')")
+    assert "seed" not in tab.run(head)
+    tab.run(choose.format("failed"))
+    assert tab.run(count) == "1 of 2 runs"
+    assert tab.run("document.querySelector('#runs tbody a').textContent") == "two"
+    assert tab.said == []
 
 
 def test_a_served_run_is_its_report(tab, served):
@@ -182,4 +235,7 @@ def test_a_served_run_is_its_report(tab, served):
     tab.until("document.getElementById('live').textContent.includes('done')")
     assert "loss  " in tab.hover("#loss svg.plot", 0.25)
     assert tab.run("document.querySelectorAll('img').length") == 0
+    tab.until("document.querySelectorAll('#commands code').length == 2")
+    commands = "[...document.querySelectorAll('#commands code')].map(c=>c.textContent)"
+    assert tab.run(commands) == [f"harness {n} memory://runs/first" for n in ("logs", "runs report")]
     assert tab.said == []

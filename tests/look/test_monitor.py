@@ -350,7 +350,7 @@ def test_on_a_terminal_it_draws_and_leaves_the_last_picture():
     text = out.getvalue()
     assert "\x1b[" in text
     assert "training" in text
-    assert text.rstrip().endswith(("run done: step 120 is the last and is committed", "\x1b[?25h"))
+    assert text.rstrip().endswith(("run done: finished at step 120", "\x1b[?25h"))
 
 
 def test_once_prints_one_picture():

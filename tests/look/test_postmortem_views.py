@@ -118,7 +118,8 @@ def test_the_page_is_whole_and_nothing_in_it_is_markup(summary, tmp_path):
     page.close()
     assert not page.open and "script" not in page.tags
     told = " ".join(page.text)
-    assert "alert(1)" in told and "4 interruptions" in told
+    assert "alert(1)" in told and "Post-mortem of history 3 interruptions, 1 resize, $0.02" in told
+    assert "of node time" in told and "GPU time" not in told and "generation formed" in told
     assert "11 steps (41–51) that were in no snapshot" in told
     assert page.tags.count("svg") == 4
     calm, ledger = Made().ask(1).form(1).train(3).finish().told()
@@ -132,10 +133,14 @@ def test_the_terminal_tells_the_same(summary):
     for one in pm.interruptions:
         assert one.kind in table
         text = printed(details(one, attempts))
-        assert f"Interruption {one.number}:" in text and "█" in text
+        what = "Resize" if one.kind == "resize" else "Interruption"
+        assert f"{what} {one.number}:" in text and "█" in text
         assert "one more node standing by" in text
     assert "the notice saved" in printed(details(pm.interruptions[1], attempts))
-    assert "\x1b" not in table
+    assert "\x1b" not in table and "3 interruptions, 1 resize; stood" in table
+    assert "at simulated prices" in printed(overview(pm, summary.started_s, simulated=True))
+    joined = printed(details(pm.interruptions[0], attempts))  # its node is drained much later
+    assert "g6e.xlarge" in joined and "drained" not in joined
     calm, _ = Made().ask(1).form(1).train(3).finish().told()
     assert "never disturbed" in printed(overview(calm, T0))
 

@@ -142,7 +142,7 @@ def test_the_page_is_whole_and_alone(summary, tmp_path):
         "Where billed time went",
         "Money",
         "Attempts",
-        "Worlds",
+        "Generations",
         "Notices",
         "Snapshots",
         "Trouble",
@@ -153,7 +153,7 @@ def test_the_page_is_whole_and_alone(summary, tmp_path):
             a.up_s is not None
         )
     for e in summary.ledger.epochs:
-        assert any(tip.startswith(f"epoch {e.epoch} (") for tip in page.tips)
+        assert any(tip.startswith(f"generation {e.epoch} (") for tip in page.tips)
         assert e.ended in seen
     assert (
         sum(tip.startswith("snapshot of step") for tip in page.tips) == len(summary.snapshots) == 14

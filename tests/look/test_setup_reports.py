@@ -134,9 +134,9 @@ def test_each_step_as_the_run_was_set_up_then():
     began, early, late = (find(run.store, step) for step in (None, 3, 6))
     assert [found.at.number for found in (began, early, late)] == [1, 1, 2]
     assert (late.step, late.epoch, late.setup) == (6, 2, other)
-    assert began.others == ("from epoch 2 on: --lr was 0.1, now it is 0.2",)
+    assert began.others == ("from generation 2 on: --lr was 0.1, now it is 0.2",)
     text = recipe(late, "file:///x", here=True)
-    assert "--lr 0.2 data --fast" in text and "# It was set up otherwise from epoch 1 on" in text
+    assert "--lr 0.2 data --fast" in text and "# It was set up otherwise from generation 1 on" in text
     with pytest.raises(BadInput, match="committed step 9"):
         find(run.store, 9)
 

@@ -4,13 +4,17 @@ from pathlib import Path
 
 import pytest
 
+from harness.bucket.archive import read_facts
 from harness.core.batch import digest, sample_hash
+from harness.core.facts import SessionStarted
 from harness.core.step_records import StepRecord
 from harness.lab.replay import replay
+from harness.ledger.run_state import RunState
 from harness.look.audit import audit_records
 from harness.look.audit.audit import audit
 from harness.look.audit.audit_rules import RuleBroken
 from harness.look.reports.compare import compare
+from harness.look.reports.live_view import describe
 from storage.snapshots.snapshots import Snapshots
 from storage.stores.store_urls import open_store
 from support.worlds import history, newest, train
@@ -93,10 +97,17 @@ def test_it_goes_on_where_it_was_killed_in_another_world(alone, tmp_path):
 
 def test_the_first_world_decides_the_batch(tmp_path):
     env = {"HARNESS_SCRIPT_WORLD": ""}
-    go(tmp_path / "run", 2, "--accumulation", 3, "--epochs", 1, env=env)
+    began = go(tmp_path / "run", 2, "--accumulation", 3, "--epochs", 1, env=env)
+    batch = "global batch 24 = 4 per device × 3 accumulation × 2 ranks of the first world"
+    assert began.output.count(batch) == 1
+    store = open_store(str(tmp_path / "run"))
+    (session,) = (s.fact for s in read_facts(store) if isinstance(s.fact, SessionStarted))
+    assert describe(session, RunState()) == (
+        "bold green", f"{batch}; generation 1: training from step 0"
+    )  # fmt: skip
     assert [r.samples for r in history(tmp_path / "run")] == [24, 24, 24, 24, 4]
     ended = go(tmp_path / "run", 1, "--accumulation", 3, "--epochs", 2, env=env)
-    assert "begins at 5" in ended.output
+    assert "begins at 5" in ended.output and batch not in ended.output
     assert [r.samples for r in history(tmp_path / "run")][5:] == [24, 24, 24, 24, 4]
 
 

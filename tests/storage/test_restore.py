@@ -399,7 +399,7 @@ def test_a_new_epoch_that_began_anew_is_refused_while_the_work_is_there() -> Non
     bucket(30, epoch=2, store=snapshots.store)
     with pytest.raises(
         Rewind,
-        match=r"committed step 100000, and would go on from step 30: a newer epoch began anew",
+        match=r"committed step 100000, and would go on from step 30: a newer generation began anew",
     ):
         resume(snapshots)
     assert resume(snapshots, allow_rewind=True) == Ref(2, 30)

@@ -292,6 +292,6 @@ def whole_run(store: ObjectStore | None = None, evil: str = "") -> History:
     h.wait(1.5)
     for attempt in (7, 8):
         h.gone(attempt, "finished", "exited", 0)
-    h.controller(f.RunEnded("done", f"step {TOTAL} is the last and is committed{evil}", TOTAL))
+    h.controller(f.RunEnded("done", f"finished at step {TOTAL}{evil}", TOTAL))
     h.store.put("lease/000001.beat", b"released")
     return h

@@ -3,8 +3,8 @@
     PYTHONPATH=.:tests python tests/support/pictures.py
 
 writes docs/pictures/terminal.svg (`harness status` while a node is being taken), nodes.svg (a part
-of `harness runs report`), and market.svg (a part of `harness market simulate --trace FILE --plot FILE`, of a
-made-up market).
+of `harness runs report`), postmortem.svg (its second interruption), and market.svg (a part of `harness
+market simulate --trace FILE --plot FILE`, of a made-up market).
 """
 
 import io
@@ -18,7 +18,7 @@ from harness.bucket.archive import read_facts
 from harness.bucket.journal import Journal
 from harness.core import facts as f
 from harness.look.pages.html_parts import asset
-from harness.look.pages.lane_chart import timeline
+from harness.look.pages.lane_chart import picture, timeline
 from harness.look.reports.live_view import LiveView
 from harness.look.reports.summary import summarize
 from harness.planner.market_charts import svg, timeline_figure
@@ -84,6 +84,13 @@ def nodes() -> str:
     return alone(re.search(r"<svg.*</svg>", drawn, re.S)[0])
 
 
+def postmortem() -> str:
+    """A notice, its snapshot, and the node that came later."""
+    history = whole_run()
+    story = summarize(history.store, now=lambda: history.t)
+    return picture(story.postmortem.interruptions[1], story.ledger.attempts)
+
+
 def market() -> str:
     """A published policy beside the optimum, on three made-up zones."""
     rng = np.random.default_rng(11)
@@ -105,6 +112,6 @@ def alone(picture: str) -> str:
 
 if __name__ == "__main__":
     PICTURES.mkdir(exist_ok=True)
-    for name, make in (("terminal", terminal), ("nodes", nodes), ("market", market)):
-        (PICTURES / f"{name}.svg").write_text(make(), encoding="utf-8")
-        print(PICTURES / f"{name}.svg")
+    for make in (terminal, nodes, postmortem, market):
+        (PICTURES / f"{make.__name__}.svg").write_text(make(), encoding="utf-8")
+        print(PICTURES / f"{make.__name__}.svg")

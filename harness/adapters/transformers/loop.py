@@ -164,6 +164,7 @@ class HostedTrainer:
                 seed=seed,
                 total=max_steps,
                 adapter="transformers",
+                per_device=not trainer.args.accelerator_config.split_batches,
             )
         feed.share(self._loop.share)
         steps = self._steps = TrainerSteps(

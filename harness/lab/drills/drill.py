@@ -629,8 +629,8 @@ def command(
             if not as_json:
                 colour = {"passed": "green", "skipped": "yellow"}.get(r.outcome, "red")
                 text = (
-                    f" {r.fault}:{r.phase}  {r.seconds:.1f} s, {r.epochs} epochs, {r.launches} "
-                    "nodes" + (f"  {r.why}" if r.why else "")
+                    f" {r.fault}:{r.phase}  {r.seconds:.1f} s, {r.epochs} generations, "
+                    f"{r.launches} nodes" + (f"  {r.why}" if r.why else "")
                 )
                 console.print(Text.assemble((f"{r.outcome:8}", colour), text))
                 if r.outcome == "FAILED":

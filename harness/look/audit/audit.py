@@ -246,16 +246,16 @@ class _Audit:
         for number, (key, data) in enumerate(get_each(self.store, keys), 1):
             if key != epoch_key(number):
                 raise RuleBroken(
-                    f"epochs: wanted {epoch_key(number)}, found {key}; epochs are numbered 1, 2, "
-                    "... without a gap"
+                    f"generations: wanted {epoch_key(number)}, found {key}; they are numbered "
+                    "1, 2, ... without a gap"
                 )
             if data is None:
-                raise RuleBroken(f"{key}: listed, and not there; epochs are never deleted")
+                raise RuleBroken(f"{key}: listed, and not there; generations are never deleted")
             body = json_of(key, data)
             if not isinstance(body, dict) or json.dumps(body).encode() != data:
                 raise RuleBroken(
-                    f"{key}: wanted the epoch as it was created, found another spelling; it was "
-                    "changed"
+                    f"{key}: wanted the generation as it was created, found another spelling; "
+                    "it was changed"
                 )
             seal = body.pop("h", None)
             if seal != digest(canonical(body)):
@@ -265,10 +265,12 @@ class _Audit:
             try:
                 epoch = Epoch.decode(data)
             except BadObject as e:
-                raise RuleBroken(f"{key}: wanted epoch {number}, found another object ({e})") from e
+                raise RuleBroken(
+                    f"{key}: wanted generation {number}, found another object ({e})"
+                ) from e
             if epoch.epoch != number or len(set(epoch.members)) != len(epoch.members):
                 raise RuleBroken(
-                    f"{key}: wanted epoch {number} of different members, found epoch "
+                    f"{key}: wanted generation {number} of different members, found generation "
                     f"{epoch.epoch} of {', '.join(epoch.members)}"
                 )
             self.worlds[number] = epoch
@@ -276,7 +278,7 @@ class _Audit:
             found = self.worlds.get(started.epoch)
             if found is None:
                 raise RuleBroken(
-                    f"epoch {started.epoch}: a fact says that it began, but "
+                    f"generation {started.epoch}: a fact says that it began, but "
                     f"{epoch_key(started.epoch)} is missing"
                 )
             if (found.members, found.world, found.reason) != (
@@ -456,7 +458,7 @@ class _Audit:
         if self.off:
             names = ", ".join(ref.name for ref in self.off)
             self.notes.append(
-                f"superseded branches (a newer epoch did not grow from them): {names}"
+                f"superseded branches (a newer generation did not grow from them): {names}"
             )
         on = len(self.manifests) - len(self.off)
         more = f", {len(self.off)} superseded" if self.off else ""
@@ -535,8 +537,8 @@ class _Audit:
         for session in [s for s in self._of(SessionStarted) if s.epoch == newest.epoch][-1:]:
             if not early and session.total_steps not in (0, newest.step):
                 raise RuleBroken(
-                    f"RunEnded(done): wanted {session.total_steps} steps as epoch {session.epoch} "
-                    f"set out, found {newest.step}"
+                    f"RunEnded(done): wanted {session.total_steps} steps as generation "
+                    f"{session.epoch} set out, found {newest.step}"
                 )
         return 1, f"done, final snapshot of step {newest.step}" + (f" ({ended})" if early else "")
 

@@ -104,8 +104,8 @@ def _obey(key: str, part: list[rec.StepRecord], identity: dict[str, Any]) -> Non
 
 def _went_back(key: str, step: int, epoch: int, later: int) -> str:
     return (
-        f"{key}, step {step}: wanted epochs that never go back, found epoch {epoch} before epoch "
-        f"{later}"
+        f"{key}, step {step}: wanted generations that never go back, found generation {epoch} "
+        f"before generation {later}"
     )
 
 
@@ -286,9 +286,9 @@ def _obeyed(
         if epoch > later:
             raise RuleBroken(_went_back(key, step, epoch, later))
         if worlds and (epoch not in worlds or worlds[epoch].world != ranks):
-            found = f"{worlds[epoch].world} ranks" if epoch in worlds else "no such epoch"
+            found = f"{worlds[epoch].world} ranks" if epoch in worlds else "no such generation"
             raise RuleBroken(
-                f"{key}, step {step}: wanted the {ranks} ranks of epoch {epoch}; "
+                f"{key}, step {step}: wanted the {ranks} ranks of generation {epoch}; "
                 f"{epoch_key(epoch)} says {found}"
             )
         if worlds and worlds[epoch].replica_ranks != size:

@@ -123,8 +123,8 @@ def check_losses(
     if not same.all():
         fact, record = (rows[int(np.argmin(same))] for rows in (facts, records))
         raise RuleBroken(
-            f"step {fact['step']} of epoch {fact['epoch']}: wanted the loss {fact['loss']} that a "
-            f"fact tells, found {record['loss']} in its step record"
+            f"step {fact['step']} of generation {fact['epoch']}: wanted the loss {fact['loss']} "
+            f"that a fact tells, found {record['loss']} in its step record"
         )
     for m in manifests:
         loss = m.data.get("loss")

@@ -148,12 +148,12 @@ def _new_worlds(s: Summary, x: Scale, top: float, height: float) -> Iterator[str
     free = -1e9  # x from which on there is room for a label
     for (e, at), (_, following) in zip(trained, [*trained[1:], (None, WIDTH)], strict=False):
         tip = (
-            f"epoch {e.epoch} ({e.reason or 'start'}): {plural(e.world, 'rank')}, steps "
+            f"generation {e.epoch} ({e.reason or 'start'}): {plural(e.world, 'rank')}, steps "
             f"{steps_text(e)}; {e.ended or 'goes on'}"
         )
         yield _upright("epoch", at, top - 4, height - 26)
         yield element("rect", class_="hit", x=at - 6, y=4, width=56, height=top - 6, data_tip=tip)
-        words = (f"e{e.epoch} · {plural(e.world, 'rank')}", f"e{e.epoch}")
+        words = (f"gen. {e.epoch} · {plural(e.world, 'rank')}", f"{e.epoch}")
         fits = next((t for t in words if following - at > 6.5 * len(t) + 4), "")
         if fits and at >= free:
             yield label(at + 2, top - 10, fits, "start", "strong")
@@ -418,7 +418,8 @@ class Axis:
 
 
 def _grid(x: float, text: str, top: float, floor: float) -> str:
-    said = _text(min(x, LANE_WIDTH - 24), top - 10, text, "pm-dim", "middle")
+    middle = min(x, LANE_WIDTH - 4 - 3.6 * len(text))  # it ends within the picture
+    said = _text(middle, top - 10, text, "pm-dim", "middle")
     return _upright("pm-grid", x, top - 6, floor) + said
 
 
@@ -471,8 +472,7 @@ def _lane(one: Interruption, lane: Lane, scale: Axis, y: float) -> tuple[list[st
 
 
 def _place(row: AttemptRow) -> str:
-    ended = f", {row.end}" if row.end else ""
-    return f"node {row.name}: {row.offer or row.accelerator}, {money(row.usd_per_h)}/h{ended}"
+    return f"node {row.name}: {row.offer or row.accelerator}, {money(row.usd_per_h)}/h"
 
 
 def _inside(row: AttemptRow, scale: Axis) -> list[LabelledSpan]:

@@ -156,7 +156,7 @@ def _cards(s: Summary) -> list[tuple[str, str, str]]:
     cards += [
         ("wall time", duration(s.wall_s), world),
         ("goodput", percent(ledger.goodput), f"of {duration(ledger.billed_s)} billed"),
-        ("paid", money(cost.spot_usd), saved),
+        ("paid, simulated" if s.simulated else "paid", money(cost.spot_usd), saved),
     ]
     if usd := s.usd_per_1m_tokens:
         cards.append(("per million tokens", money(usd), f"{s.tokens / 1e6:,.1f} million tokens"))

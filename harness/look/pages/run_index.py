@@ -8,6 +8,7 @@ while there are no requests. Nothing is written.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
@@ -21,7 +22,8 @@ import numpy as np
 
 from harness.bucket.controller_lease import sign_of_life
 from harness.bucket.layout import ARCHIVE, FACTS, IDENTITY
-from harness.core.facts import StepDone
+from harness.core.facts import NodeFound, StepDone
+from harness.core.setup_record import leaves_of
 from harness.core.world import HarnessError
 from harness.ledger.run_state import RunState
 from harness.look.pages.line_plots import thinned_indices
@@ -39,6 +41,9 @@ FIND_S = 30.0  # interval of listing the runs
 IDLE_S = 60.0  # after this time without a request, reading pauses
 WANTED_S = 30.0  # after this time without a request for it, a report is no longer made
 CURVE_POINTS = 800
+TAGS = ("owner", "project", "experiment")
+MOST_CONFIG, CONFIG_LETTERS = 60, 60  # values of a configuration, and letters of each
+NOTE_LETTERS = 300
 TAIL = 4000  # most live steps kept after the newest digest
 METRICS = ("loss", "validation", "gradient norm", "step seconds", "tokens per second", "dollars")
 log = logging.getLogger("harness")
@@ -113,6 +118,39 @@ def _digest_row(s: Summary) -> dict[str, Any]:
         "alerts_fired": len(s.alerts),
         "started_s": s.started_s,
         "ended_s": s.ended_s,
+        "simulated": s.simulated,
+        "config": _config(s),
+        "people": [s.setups.people[key] for key in TAGS if s.setups.people.get(key)],
+        "purpose": s.logbook.purpose,
+        "notes": len(s.logbook.entries) + s.logbook.more,
+        "note": s.logbook.entries[-1].text[:NOTE_LETTERS] if s.logbook.entries else "",
+        **_places(s),
+    }
+
+
+def _config(s: Summary) -> dict[str, str]:
+    """Return the values of the run's configuration by dotted name, the first of very many."""
+    found = leaves_of(s.setups.first.config) if s.setups.first else ()
+    some = itertools.islice(sorted(found), MOST_CONFIG)
+    return {name: value[:CONFIG_LETTERS] for name, value in some if name}
+
+
+def _places(s: Summary) -> dict[str, list[str]]:
+    """Return the regions and the instance types of the nodes that were up, the newest first."""
+    told = {x.fact.member: x.fact for x in s.facts if isinstance(x.fact, NodeFound)}
+    regions, instances = list[str](), list[str]()
+    for a in reversed([a for a in s.ledger.attempts if a.up_s is not None]):
+        node = next((told[m] for m in a.members if m in told), None)
+        words = a.offer.split("/")  # cloud/region/zone/shape
+        if node is not None:
+            regions.append(" ".join(filter(None, (node.cloud, node.region))))
+            instances.append(node.instance_type or node.accelerators)
+        elif a.offer:
+            regions.append(" ".join(words[:2]))
+            instances.append("/".join(words[3:]))
+    return {
+        "regions": [name for name in dict.fromkeys(regions) if name],
+        "instances": [name for name in dict.fromkeys(instances) if name],
     }
 
 
@@ -273,6 +311,7 @@ def _live_row(view: LiveView, now: float) -> dict[str, Any]:
         "world": state.world,
         "nodes": len(state.training()),
         "usd_per_h": None if state.over else state.usd_per_h(),
+        "simulated": state.simulated,
         "spent_usd": paid,
         "on_demand_usd": on_demand,
         "firing": [{"severity": a.severity, "title": a.title, "text": a.text} for a in firing],

@@ -1,7 +1,7 @@
 (function () {
   'use strict';
   var POLL_MS = 2000, CURVES_MS = 4000, SOON_MS = 700, FIRST_CHOSEN = 4;
-  var state = { runs: [], sort: 'started_s', down: true, chosen: null, tags: {}, curves: [], soon: true, asked: 0 };
+  var state = { runs: [], sort: 0, only: '', down: true, chosen: null, tags: {}, curves: [], soon: true, asked: 0 };
   function el(id) { return document.getElementById(id); }
   function make(tag, cls, text) {
     var e = document.createElement(tag);
@@ -64,16 +64,57 @@
     ['step', function (r) { return r.step; }, stepCell, 1], ['loss', function (r) { return r.loss; }, text(number), 1],
     ['validation', function (r) { return r.validation; }, text(number), 1],
     ['tokens/s', function (r) { return r.tokens_per_s; }, text(whole), 1], ['MFU', function (r) { return r.mfu; }, text(percent), 1],
-    ['world', function (r) { return r.world; }, worldCell, 1],
-    ['$/h', function (r) { return r.usd_per_h; }, text(money), 1], ['spent', function (r) { return r.spent_usd; }, text(money), 1],
-    ['$/M tokens', function (r) { return r.usd_per_million_tokens; }, text(money), 1],
+    ['ranks', function (r) { return r.world; }, worldCell, 1],
+    ['region', places('regions'), text(words)], ['instance', places('instances'), text(words)],
+    ['$/h', function (r) { return r.usd_per_h; }, dollars, 1], ['spent', function (r) { return r.spent_usd; }, dollars, 1],
+    ['$/M tokens', function (r) { return r.usd_per_million_tokens; }, dollars, 1],
     ['goodput', function (r) { return r.goodput; }, text(percent), 1], ['alerts', worst, alertCell],
-    ['last sign', function (r) { return age(r) == null ? null : -age(r); }, function (c, r) { c.textContent = since(age(r)); }, 1],
-    ['started', function (r) { return r.started_s; }, startCell, 1], ['what is decided', function (r) { return r.decision ? r.decision.reason : ''; }, whyCell]
+    ['last heartbeat', function (r) { return age(r) == null ? null : -age(r); }, function (c, r) { c.textContent = since(age(r)); }, 1],
+    ['started', function (r) { return r.started_s; }, startCell, 1], ['tags', places('people'), text(words)],
+    ['notes', function (r) { return r.notes || null; }, noteCell, 1],
+    ['status', function (r) { return r.decision ? r.decision.reason : ''; }, whyCell]
   ];
-  var KEYS = { started_s: 15 };
+  var STARTED = COLUMNS.map(function (c) { return c[0]; }).indexOf('started'), FIXED = COLUMNS.length, MOST_CONFIG = 6;
   function text(words) {
     return function (cell, r, of) { cell.textContent = words(of(r)); };
+  }
+  function places(name) { return function (r) { return (r[name] || []).join(', '); }; }
+  function words(v) { return v || '–'; }
+  function dollars(cell, r, of) {
+    cell.textContent = money(of(r));
+    if (!r.simulated || of(r) == null) return;
+    cell.append(make('small', '', 'simulated'));
+  }
+  function noteCell(cell, r) {
+    cell.textContent = r.notes ? String(r.notes) : '–';
+    var tip = [r.purpose, r.note].filter(Boolean).join('\n');
+    if (tip) cell.setAttribute('data-tip', tip);
+  }
+  // a column for each value of the configuration that differs between the runs
+  function hyperparameters() {
+    var values = {}, runs = state.runs.filter(function (r) { return r.config; });
+    runs.forEach(function (r) { Object.keys(r.config).forEach(function (k) { values[k] = values[k] || {}; values[k][r.config[k]] = 1; }); });
+    var names = Object.keys(values).filter(function (k) {
+      return Object.keys(values[k]).length > 1 || runs.some(function (r) { return !(k in r.config); });
+    }).slice(0, MOST_CONFIG);
+    if (names.join() === COLUMNS.slice(FIXED).map(function (c) { return c[0]; }).join()) return;
+    COLUMNS.length = FIXED;
+    names.forEach(function (k) {
+      COLUMNS.push([k, function (r) {
+        var v = r.config && r.config[k];
+        return v == null ? null : v !== '' && isFinite(v) ? +v : v;
+      }, text(function (v) { return v == null ? '–' : String(v); }), 1]);
+    });
+    if (state.sort >= COLUMNS.length) state.sort = STARTED;
+    head();
+  }
+  function states() {
+    var found = state.runs.map(function (r) { return r.state || ''; }).filter(Boolean);
+    if (state.only) found.push(state.only);
+    var names = found.filter(function (s, i) { return found.indexOf(s) === i; }).sort(), box = el('only');
+    if (names.join() === Array.prototype.slice.call(box.options, 1).map(function (o) { return o.value; }).join()) return;
+    box.replaceChildren.apply(box, [''].concat(names).map(function (s) { var o = make('option', '', s || 'all'); o.value = s; return o; }));
+    box.value = state.only;
   }
   function pick(cell, r) {
     var box = make('input');
@@ -153,7 +194,10 @@
   }
   function table() {
     var of = COLUMNS[state.sort][1], find = el('find').value.toLowerCase();
-    var shown = state.runs.filter(function (r) { return !find || (r.id + ' ' + (r.state || '')).toLowerCase().indexOf(find) >= 0; });
+    var shown = state.runs.filter(function (r) {
+      var said = [r.id, r.state].concat(r.people || [], r.regions || [], r.instances || [], r.purpose, r.note);
+      return (!state.only || r.state === state.only) && (!find || said.filter(Boolean).join(' ').toLowerCase().indexOf(find) >= 0);
+    });
     shown.sort(function (a, b) {
       var x = of(a), y = of(b);
       if (x == null || x === '') return y == null || y === '' ? 0 : 1;
@@ -166,6 +210,8 @@
       COLUMNS.forEach(function (c) {
         var cell = make('td', c[3] ? 'r' : '');
         c[2](cell, r, c[1]);
+        cell.setAttribute('data-name', c[0]);
+        if (cell.textContent === '–') cell.classList.add('none');
         row.append(cell);
       });
       return row;
@@ -176,11 +222,14 @@
       if (i === state.sort) cell.setAttribute('aria-sort', state.down ? 'descending' : 'ascending');
       else cell.removeAttribute('aria-sort');
     });
-    el('count').textContent = shown.length === state.runs.length ? shown.length + ' runs' : shown.length + ' of ' + state.runs.length + ' runs';
+    var all = state.runs.length, noun = all === 1 ? ' run' : ' runs';
+    el('count').textContent = (shown.length === all ? '' : shown.length + ' of ') + all + noun;
   }
   function readRows() {
     return ask('/api/runs', function (body) {
       state.runs = body.runs;
+      hyperparameters();
+      states();
       problem(body.problem || (!body.found ? 'looking for runs here' : body.left_out ? body.left_out + ' more folders are not shown' : !body.runs.length && body.found ? 'there is no run here yet' : ''));
       if (!state.chosen && body.runs.some(function (r) { return r.started_s; })) {
         state.chosen = body.runs.slice().sort(function (a, b) { return (b.started_s || 0) - (a.started_s || 0); })
@@ -291,6 +340,7 @@
     var words = new URLSearchParams();
     words.set('sort', (state.down ? '-' : '') + state.sort);
     ['metric', 'axis'].forEach(function (n) { words.set(n, el(n).value); });
+    if (state.only) words.set('only', state.only);
     if (el('log').checked) words.set('log', '1');
     if (el('smooth').value !== '0') words.set('smooth', el('smooth').value);
     (state.chosen || []).forEach(function (n) { words.append('run', n); });
@@ -298,7 +348,8 @@
   }
   function recall() {
     var words = new URLSearchParams(location.hash.slice(1)), sort = parseInt((words.get('sort') || '').replace('-', ''), 10);
-    state.sort = KEYS.started_s;
+    state.sort = STARTED;
+    state.only = words.get('only') || '';
     if (sort > 0 && sort < COLUMNS.length) { state.sort = sort; state.down = words.get('sort')[0] === '-'; }
     ['metric', 'axis'].forEach(function (n) {
       var wanted = words.get(n);
@@ -313,6 +364,7 @@
   el('metric').addEventListener('change', function () { remember(); readCurves(); });
   ['axis', 'log', 'smooth'].forEach(function (n) { el(n).addEventListener('input', function () { remember(); draw(); }); });
   el('find').addEventListener('input', table);
+  el('only').addEventListener('change', function () { state.only = el('only').value; remember(); table(); });
   window.addEventListener('resize', draw);
   again(readRows, POLL_MS);
   again(readCurves, CURVES_MS);

@@ -36,17 +36,27 @@
       rowsTag = r.headers.get('ETag');
       return r.json().then(function (body) {
         var row = body.runs.filter(function (one) { return one.id === id; })[0];
-        if (row) live.textContent = words(row);
+        if (!row) return;
+        live.textContent = words(row);
+        commands(row);
       });
     });
   }
   function words(row) {
     var said = [row.state, row.step == null ? '' : 'step ' + row.step.toLocaleString('en') + (row.total ? ' of ' + row.total.toLocaleString('en') : '')];
     if (row.left) said.push(row.left + ' left');
-    if (row.usd_per_h) said.push('$' + row.usd_per_h.toFixed(2) + ' per hour');
+    if (row.usd_per_h) said.push('$' + row.usd_per_h.toFixed(2) + ' per hour' + (row.simulated ? ', simulated' : ''));
     if (row.decision) said.push('decided ' + row.decision.what + (row.decision.reason ? ': ' + row.decision.reason : ''));
     (row.firing || []).forEach(function (a) { said.push(a.severity + ': ' + a.title); });
     return said.filter(Boolean).join('  ·  ');
+  }
+  // the server only reads: what acts on the run is a command to copy
+  function commands(row) {
+    var names = row.over ? ['logs', 'runs report'] : ['logs', 'stop', 'status'];
+    var text = names.map(function (n) { return 'harness ' + n + ' ' + row.url; });
+    var place = document.getElementById('commands');
+    if (place.textContent === text.join('')) return;
+    place.replaceChildren.apply(place, text.map(function (t) { var code = document.createElement('code'); code.textContent = t; return code; }));
   }
   function again(f, ms) {
     function once() {

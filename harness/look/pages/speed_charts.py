@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,13 @@ from harness.core.facts import GuardTripped, NodeMeasured, SessionStarted
 from harness.core.formatting import nbytes, percent, plural, shares_text
 from harness.ledger.world_speed import SpeedWindow
 from harness.look.pages.lane_chart import by_epoch
-from harness.look.pages.line_plots import PlotFrame, PlotShade, PlotTrace, plot
+from harness.look.pages.line_plots import (
+    PlotFrame,
+    PlotShade,
+    PlotTrace,
+    plot,
+    thinned_indices,
+)
 from harness.look.reports.summary import Point, Summary
 
 # The page's charts over steps: the loss with its worlds, and the gradient's norm.
@@ -56,16 +62,27 @@ def _trace(name: str, points: Sequence[Point], tone: str) -> PlotTrace:
 
 def _lost(s: Summary) -> Iterator[PlotTrace]:
     for epoch, mine in sorted(by_epoch(s.lost).items())[-MOST_SHADES:]:
-        yield _trace(f"lost with epoch {epoch}", mine, "lost")
+        yield _trace(f"lost with generation {epoch}", mine, "lost")
 
 
 def _rank_band(s: Summary) -> Iterator[PlotTrace]:
-    """Yield the least and most of all ranks (means over some steps), for the lineage only."""
+    """Yield how far the ranks' losses lie apart, around the loss of each step. They are known as
+    means over some steps: least and most are as far from the loss as from its own mean there."""
     told = [w for w in windows(s) if w.loss]
-    if any(w.loss.least < w.loss.most for w in told if w.loss):
-        high = over_steps(told, lambda w: w.loss.most if w.loss else math.nan)
-        low = over_steps(told, lambda w: w.loss.least if w.loss else math.nan)
-        yield PlotTrace("ranks", step_ends(told), high, "accent", low)
+    if not any(w.loss.least < w.loss.most for w in told if w.loss):
+        return
+    kept = thinned_indices([p.loss for p in s.curve], LOSS_POINTS)
+    points = [s.curve[i] for i in kept if math.isfinite(s.curve[i].loss)]
+    steps = [p.step for p in points]
+    below, above = [math.nan] * len(points), [math.nan] * len(points)
+    for w in told:
+        mine = range(bisect_left(steps, w.first), bisect_right(steps, w.last))
+        if mine and w.loss:
+            mean = sum(points[i].loss for i in mine) / len(mine)
+            for i in mine:
+                below[i] = points[i].loss - max(0.0, mean - w.loss.least)
+                above[i] = points[i].loss + max(0.0, w.loss.most - mean)
+    yield PlotTrace("ranks", steps, above, "accent", below)
 
 
 def step_ends(told: Sequence[SpeedWindow]) -> list[float]:
@@ -101,13 +118,13 @@ def shades(s: Summary) -> list[PlotShade]:
         if mine:
             accumulation = f", accumulation {e.accumulation}" if e.accumulation else ""
             micro = f"; micro-batches {shares_text(e.shares)}" if e.shares else ""
-            tip = f"epoch {e.epoch}: {plural(e.world, 'rank')}{accumulation}{micro}"
+            tip = f"generation {e.epoch}: {plural(e.world, 'rank')}{accumulation}{micro}"
             strength = 0.35 + 0.65 * e.world / biggest
             ranks = plural(e.world, "rank")
             found.append(PlotShade(min(mine) - 0.5, max(mine) + 0.5, tip, "world", strength, ranks))
     for epoch, lost in sorted(by_epoch(s.lost).items()):
         first, last = lost[0].step, lost[-1].step
-        tip = f"epoch {epoch}: steps {first}–{last} were lost and done again"
+        tip = f"generation {epoch}: steps {first}–{last} were lost and done again"
         found.append(PlotShade(first - 0.5, last + 0.5, tip, "lostband", 0.16))
     if len(found) > MOST_SHADES:  # of very many, keep those that an eye can see
         found = sorted(found, key=lambda s: s.begin - s.end)[:MOST_SHADES]
@@ -118,9 +135,9 @@ def loss_keys(s: Summary) -> list[tuple[str, str, str]]:
     """Return the legend of the loss chart."""
     keys = [("line", "accent", "training loss (committed steps)")]
     if any(w.loss for w in s.speed.windows):
-        keys.append(("band", "accent", "least to most of all ranks"))
+        keys.append(("band", "accent", "spread of the ranks around it"))
     if s.lost:
-        keys.append(("line", "lost", "lost and redone"))
+        keys.append(("lost", "", "lost and redone"))
     if s.validation:
         keys.append(("dot", "val", s.validation_name.replace("_", " ")))
     if s.logbook.entries:
@@ -193,7 +210,8 @@ def _rates(s: Summary) -> list[tuple[str, str]]:
         rows.append(("HFU, with recomputed activations", percent(found.hfu)))
     for slow in found.slowest:
         words = f"{percent(slow.behind)} behind the median rank, in {slow.windows} of {slow.of}"
-        rows.append((f"epoch {slow.epoch}: rank {slow.rank} is the slowest", f"{words} windows"))
+        who = f"generation {slow.epoch}: rank {slow.rank} is the slowest"
+        rows.append((who, f"{words} windows"))
     for one in found.profiles[-8:]:
         steps = f"rank {one.rank}, steps {one.first}–{one.last}, {nbytes(one.nbytes)}"
         rows.append(("profile", f"{steps}: {', '.join(one.keys)}"))

@@ -38,7 +38,7 @@ MOMENTS = {
     "asked": "launch asked",
     "up": "node up",
     "joined": "agent started",
-    "formed": "epoch formed",
+    "formed": "generation formed",
     "quarantined": "snapshot bad",
     "restored": "restored",
     "first step": "first step",
@@ -67,7 +67,7 @@ class TouchedNode:
     member: str
     place: str  # its offer
     gpus: int
-    end: str  # facts.AttemptEnded.end; "" while it lives
+    end: str  # facts.AttemptEnded.end; "" while it lives, and if it went on training
     grace_s: float | None = None  # notice to deadline (s); None: no notice or no deadline
     commit_s: float | None = None  # from notice to the commit of a state of that time or newer
     in_time: bool | None = None  # None: nothing had to be saved
@@ -134,6 +134,11 @@ class Interruption:
     losses: Losses
     saved: SavedWork | None = None
     what_if: tuple[Alternative, ...] = ()
+
+    @property
+    def wanted(self) -> bool:
+        """True if nodes joined or left as the run wanted: that interrupts nothing."""
+        return self.kind == "resize"
 
     @property
     def gap_s(self) -> float | None:

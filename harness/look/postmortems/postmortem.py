@@ -240,8 +240,10 @@ def _cause(one: Outline) -> str:
 def _touched(
     one: Outline, told: FactIndex, nodes: NodesOf, ledger: Ledger
 ) -> Iterable[TouchedNode]:
+    after = one.main.after
     for member in one.members:
         row = nodes.row(member)
+        went_on = after is not None and member in after.members
         until_s = max(b.epoch.end_s or b.begun_s for b in one.breaks)
         notice = next(
             (
@@ -256,7 +258,7 @@ def _touched(
             member=member,
             place=row.offer or row.accelerator if row else "",
             gpus=told.gpus(row.attempt) if row else 1,
-            end=row.end if row else "",
+            end=row.end if row and not went_on else "",
             grace_s=notice.grace_s if notice else None,
             commit_s=notice.commit_s if notice else None,
             in_time=notice.in_time if notice else None,

@@ -47,11 +47,18 @@ TONES = {"loss": "red", "crash": "red", "hang": "red", "health": "red", "notice"
 
 # ---- words that the page uses too ----------------------------------------------------------------
 def lost_text(losses: Losses) -> str:
-    """Return the losses as text: `7 steps, 24.2 s of GPU time, $0.011`."""
+    """Return the losses as text: `7 steps, 24.2 s of node time, $0.011`."""
     if not losses.billed_ns and not losses.steps:
         return "nothing"
     parts = [plural(losses.steps, "step")] if losses.steps else []
-    return ", ".join([*parts, f"{duration(losses.gpu_s)} of GPU time", money(losses.usd)])
+    return ", ".join([*parts, f"{duration(losses.billed_s)} of node time", money(losses.usd)])
+
+
+def counted(found: Sequence[Interruption]) -> str:
+    """Return how many there are as text: `3 interruptions, 1 resize`; "" if there are none."""
+    resizes = sum(one.wanted for one in found)
+    numbers = ((len(found) - resizes, "interruption"), (resizes, "resize"))
+    return ", ".join(plural(n, what) for n, what in numbers if n)
 
 
 def parts_text(losses: Losses) -> str:
@@ -114,24 +121,29 @@ def _signed(value: float, words: Any) -> str:
 
 
 # ---- terminal ------------------------------------------------------------------------------------
-def overview(pm: Postmortem, started_s: float) -> RenderableType:
-    """Return all interruptions as a table, or a sentence if there were none."""
+def overview(pm: Postmortem, started_s: float, simulated: bool = False) -> RenderableType:
+    """Return all interruptions as a table, or a sentence if there were none. `simulated`: the
+    dollars are."""
     if not pm.interruptions:
         return Text("no interruptions: the run was never disturbed")
-    table = _table("#", "at", "what", "why", "world", "stood still", "until caught up", "lost", "$")
+    table = _table("#", "at", "what", "ranks", "stood", "caught up", "lost", "$")
     for one in pm.interruptions:
         table.add_row(
             str(one.number),
             f"+{duration(one.begun_s - started_s)}",
-            Text(one.kind, style=TONES.get(one.kind, "")),
-            Text(plain(one.cause)),
-            world_text(one),
+            Text.assemble((one.kind, TONES.get(one.kind, "")), f": {plain(one.cause)}"),
+            " → ".join(str(n or "–") for n in (one.world if one.epochs else one.world[:1])),
             duration(one.gap_s),
             duration(one.lasted_s),
-            plural(one.losses.steps, "step"),
+            f"{one.losses.steps:,}",
             money(one.losses.usd),
         )
-    parts: list[RenderableType] = [table]
+    made_up = ", at simulated prices" if simulated else ""
+    note = (
+        f"{counted(pm.interruptions)}{made_up}; stood: without a step; caught up: after so long; "
+        "lost: steps"
+    )
+    parts: list[RenderableType] = [table, Text(note, style="dim")]
     if pm.what_if:
         parts += [Text("\nOver the whole run, this would have cost more (+) or less (-):")]
         parts += [_alternatives(pm.what_if)]
@@ -140,7 +152,8 @@ def overview(pm: Postmortem, started_s: float) -> RenderableType:
 
 def details(one: Interruption, attempts: Sequence[AttemptRow]) -> RenderableType:
     """Return one interruption: its nodes over time, its moments, its cost and what was saved."""
-    head = Text(f"\nInterruption {one.number}: {plain(one.cause)}", style="bold")
+    what = "Resize" if one.wanted else "Interruption"
+    head = Text(f"\n{what} {one.number}: {plain(one.cause)}", style="bold")
     facts = Table.grid(padding=(0, 2))
     for name, value in fact_rows(one):
         facts.add_row(Text(name, style="dim"), Text(plain(value)))
@@ -155,7 +168,7 @@ def details(one: Interruption, attempts: Sequence[AttemptRow]) -> RenderableType
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
     for name in columns:
-        right = name in ("#", "at", "stood still", "until caught up", "lost", "$", "node time")
+        right = name in ("#", "at", "stood", "caught up", "lost", "$", "node time")
         table.add_column(name, justify="right" if right else "left", overflow="fold")
     return table
 
@@ -275,7 +288,8 @@ def interruptions_view(
         }
         for one in pm.interruptions[-most:]
     ]
-    return {"shown": shown, "what_if": _alternatives_view(pm.what_if)}
+    what_if = _alternatives_view(pm.what_if)
+    return {"shown": shown, "what_if": what_if, "counted": counted(pm.interruptions)}
 
 
 def _alternatives_view(found: Sequence[Alternative]) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -283,14 +297,19 @@ def _alternatives_view(found: Sequence[Alternative]) -> list[tuple[str, str, tup
 
 
 def postmortem_page(
-    url: str, pm: Postmortem, attempts: Sequence[AttemptRow], started_s: float
+    url: str,
+    pm: Postmortem,
+    attempts: Sequence[AttemptRow],
+    started_s: float,
+    simulated: bool = False,
 ) -> str:
-    """Return the whole document. It is self-contained."""
+    """Return the whole document. It is self-contained. `simulated`: the dollars are."""
     name = url.rstrip("/").rsplit("/", 1)[-1] or url
     return render(
         "look/pages/postmortem.html",
         **interruptions_view(pm, attempts, started_s),
         **{"all": pm, "name": name, "title": f"{name} – post-mortem", "url": url},
+        simulated=simulated,
         lost_usd=sum(one.losses.usd for one in pm.interruptions),
         style=asset("page.css"),
     )

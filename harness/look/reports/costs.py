@@ -15,7 +15,7 @@ import io
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -111,6 +111,7 @@ class RunCosts:
     people: Mapping[str, str]
     whence: str
     state: str
+    simulated: bool  # its prices are
     months: Mapping[str, Spending]  # by "2026-11"; in order
     problems: tuple[str, ...] = ()
 
@@ -145,7 +146,7 @@ class Costs:
     def within(self, month: str) -> Costs:
         """Return the costs of one month only, such as "2026-11"."""
         runs = [
-            RunCosts(r.name, r.url, r.people, r.whence, r.state, {month: r.months[month]})
+            replace(r, months={month: r.months[month]}, problems=())
             for r in self.runs
             if month in r.months
         ]
@@ -184,6 +185,7 @@ def run_costs(
         people=said or guessed,
         whence="run" if said else "path" if guessed else "",
         state=s.state,
+        simulated=s.simulated,
         months=dict(sorted(_months(s).items())),
         problems=s.problems,
     )
@@ -306,9 +308,9 @@ def unpriced(runs: Iterable[RunCosts]) -> list[str]:
 # Costs of many runs for people and programs: a table in the terminal, CSV, JSON, and one
 # self-contained HTML page.
 
-HEAD = ("runs", "paid", "hours", "saved", "wasted", "per 1k", "per 1M")
+HEAD = ("runs", "paid", "hours", "saved", "overhead", "per 1k", "per 1M")
 SAVED = "against the same node-hours on demand"
-WASTED = "paid for all but steps that count, snapshots and what lies between steps"
+WASTED = "of what was paid: all but steps that count, snapshots and what lies between steps"
 
 
 def _cells(row: CostRow) -> list[str]:
@@ -337,9 +339,14 @@ def notes(costs: Costs) -> list[str]:
     total = costs.total
     saved = money(total.saved_usd) if total.saved_usd >= 0 else f"-{money(-total.saved_usd)}"
     found = [
-        f"hours: of nodes; per 1k steps, per 1M tokens; saved: {saved} {SAVED}; wasted: "
-        f"{money(total.wasted_usd)}, {WASTED}"
+        f"hours: of nodes; per 1k steps, per 1M tokens; saved: {saved} {SAVED}; overhead: "
+        f"{money(total.wasted_usd)} {WASTED}"
     ]
+    if made_up := [run.name for run in costs.runs if run.simulated]:
+        found.append(
+            f"simulated, of the local cloud: the prices of {plural(len(made_up), 'run')}, "
+            f"{', '.join(made_up[:5])}{' ...' if len(made_up) > 5 else ''}"
+        )
     if guessed := [run.name for run in costs.runs if run.whence == "path"]:
         found.append(
             f"{plural(len(guessed), 'run')} said nothing of owner, project and experiment "
@@ -381,7 +388,7 @@ def numbers_of(s: Spending) -> dict[str, Any]:
         "node_hours": s.hours,
         "on_demand_usd": s.on_demand_nusd / NANO,
         "saved_usd": s.saved_usd,
-        "wasted_usd": s.wasted_usd,
+        "overhead_usd": s.wasted_usd,
         "steps": s.steps,
         "tokens": s.tokens,
         "usd_per_1k_steps": s.usd_per_1k_steps,
@@ -419,7 +426,8 @@ def to_json(costs: Costs, names: Sequence[str]) -> dict[str, Any]:
         ],
         "total": {"runs": len(costs.runs), **numbers_of(costs.total)},
         "runs": [
-            {"run": r.name, "url": r.url, "state": r.state, **r.people, "said_by": r.whence}
+            {"run": r.name, "url": r.url, "state": r.state, "simulated": r.simulated}
+            | {**r.people, "said_by": r.whence}
             for r in costs.runs
         ],
         "unread": list(costs.unread),
@@ -437,6 +445,7 @@ def to_html(costs: Costs, names: Sequence[str]) -> str:
         costs=costs,
         total=costs.total,
         saved=SAVED,
+        overhead=WASTED,
         shares=_shares(costs.total),
         buckets=_buckets(costs.total),
         ways=[(way, (*way, *HEAD), _rows(costs, way)) for way in dict.fromkeys(ways)],

@@ -26,7 +26,16 @@ from harness.bucket.controller_lease import LeaseWatch
 from harness.bucket.journal import Follower
 from harness.core import facts as f
 from harness.core.facts import Stamped, Unreadable
-from harness.core.formatting import clock, duration, money, nbytes, number_text, percent, plural
+from harness.core.formatting import (
+    batch_text,
+    clock,
+    duration,
+    money,
+    nbytes,
+    number_text,
+    percent,
+    plural,
+)
 from harness.core.setup_record import HARDWARE
 from harness.ledger.run_state import RunState, noteworthy
 from harness.look.alerts.alert_evaluator import AlertWatch
@@ -122,9 +131,11 @@ def _of_training(fact: f.Fact, state: RunState) -> tuple[str, str] | None:
         case f.SessionStarted():
             lost = state.lost_before(fact.epoch)
             if not fact.resumed_step and not lost:
-                batch = f", global batch {fact.global_batch}" if fact.global_batch else ""
-                batch += f" = {sum(fact.shares)} × {fact.micro_batch}" if fact.shares else ""
-                return "green", f"generation {fact.epoch}: training from step 0{batch}"
+                batch = batch_text(fact.global_batch, fact.micro_batch, fact.first_ranks)
+                begun = f"generation {fact.epoch}: training from step 0"
+                if fact.first_ranks:  # nobody has said it: it comes first, and is loud
+                    return "bold green", f"{batch}; {begun}"
+                return "green", f"{begun}, {batch}" if fact.global_batch else begun
             verb = f"resumed from step {fact.resumed_step} in {duration(fact.restore_s)}"
             style = "red" if lost else "green"
             return style, f"generation {fact.epoch}: {verb}, {plural(lost, 'step')} lost"

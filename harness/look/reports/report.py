@@ -98,7 +98,7 @@ def headline(s: Summary) -> list[tuple[str, str]]:
             "count",
         ),
         *cold_start_rows(s),
-        ("simulated cost" if s.asked and s.asked.market else "cost", _cost_text(s)),
+        ("simulated cost" if s.simulated else "cost", _cost_text(s)),
     ]
     return rows
 
@@ -241,14 +241,14 @@ def _buckets_table(s: Summary) -> Any:
     for bucket in BUCKETS:
         share = ledger.ns[bucket] / ledger.billed_ns
         if ledger.ns[bucket]:
-            bar = Text("█" * max(1, round(20 * share)), style=COLOURS[bucket], no_wrap=True)
+            bar = Text("█" * max(1, round(10 * share)), style=COLOURS[bucket], no_wrap=True)
             table.add_row(
                 bucket,
                 bar,
                 percent(share),
                 duration(ledger.ns[bucket] / NANO),
                 money(ledger.nusd[bucket] / NANO),
-                Text(MEANING[bucket], style="dim", no_wrap=True, overflow="ellipsis"),
+                Text(MEANING[bucket], style="dim"),
             )
     table.add_row(
         "billed", "", "100 %", duration(ledger.billed_s), money(ledger.usd), "", style="bold"
@@ -314,7 +314,8 @@ def _marks_table(s: Summary) -> Any:
 
 
 def _interruptions_table(s: Summary) -> Any:
-    return overview(s.postmortem, s.started_s) if s.postmortem.interruptions else None
+    shown = s.postmortem.interruptions
+    return overview(s.postmortem, s.started_s, s.simulated) if shown else None
 
 
 def _side_jobs_table(s: Summary) -> Any:
@@ -339,7 +340,7 @@ def _side_jobs_table(s: Summary) -> Any:
 def _setup_table(s: Summary) -> Any:
     rows = setup_rows(s.setups)
     for shift in s.setups.shifts[-20:]:
-        rows.append((f"epoch {shift.epoch}, {shift.action}", shift_words(shift)))
+        rows.append((f"generation {shift.epoch}, {shift.action}", shift_words(shift)))
     return _grid(rows) if rows else None
 
 

@@ -46,8 +46,8 @@ MEANING = {
     "snapshot": "standing still to copy the state",
     "provision": "booting, SkyPilot's runtime, copying files",
     "setup": "the task's setup: installing packages",
-    "start": "its agent's begin to its first step: importing, first restore",
-    "reform": "between worlds: rendezvous, restart, restore",
+    "start": "from the agent's start to the first step: imports, restore",
+    "reform": "between generations: rendezvous, restart, restore",
     "drain": "after the last step, until its agent had ended",
     "drained": "its agent had ended; paid until the node was gone",
     "idle": "up while others trained",
@@ -75,7 +75,8 @@ def refusals(n: int) -> str:
 
 def money_rows(s: Summary) -> list[tuple[str, float, str]]:
     cost = s.ledger.cost
-    rates = [f"{money(1000 * cost.spot_usd / s.step)} per 1,000 steps"] if s.step else []
+    rates = ["the prices are simulated"] if s.simulated else []
+    rates += [f"{money(1000 * cost.spot_usd / s.step)} per 1,000 steps"] if s.step else []
     rates += [] if (usd := s.usd_per_1m_tokens) is None else [f"{money(usd)} per million tokens"]
     unpriced = sum(a.billed_s for a in s.ledger.attempts if not a.usd_per_h and not a.billed_nusd)
     rates += [f"nobody knows the price of {duration(unpriced)} of nodes"] if unpriced else []

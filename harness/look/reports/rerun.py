@@ -110,7 +110,7 @@ def _others(
         other = readable(store, [at]) if at != mine else None
         if other is not None and (told := changes(setup, other)):
             more = f" and {len(told) - 3} more" if len(told) > 3 else ""
-            yield f"from epoch {at.number} on: {'; '.join(map(str, told[:3]))}{more}"
+            yield f"from generation {at.number} on: {'; '.join(map(str, told[:3]))}{more}"
 
 
 # ---- packages ------------------------------------------------------------------------------------

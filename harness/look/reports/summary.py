@@ -185,6 +185,11 @@ class Summary:
         return self.step * self.tokens_per_step
 
     @property
+    def simulated(self) -> bool:
+        """True if the run's cloud is the local one, whose prices are made up."""
+        return self.asked is not None and bool(self.asked.market)
+
+    @property
     def usd_per_1m_tokens(self) -> float | None:
         """Dollars per million tokens; `None`: not known."""
         return 1e6 * self.ledger.usd / self.tokens if self.tokens else None
@@ -428,7 +433,7 @@ def _marks(facts: list[Stamped]) -> tuple[TimelineMark, ...]:
         match s.fact:
             case WorkerFailed() as f:
                 text = (
-                    f"rank {f.rank} of epoch {f.epoch} ({f.member}) ended with {f.error}: "
+                    f"rank {f.rank} of generation {f.epoch} ({f.member}) ended with {f.error}: "
                     f"{f.message}"
                 )
                 marks.append(TimelineMark(s.t, "failed", text, f.log_tail))
@@ -441,7 +446,7 @@ def _marks(facts: list[Stamped]) -> tuple[TimelineMark, ...]:
             case SnapshotQuarantined(step, epoch, why):
                 marks.append(
                     TimelineMark(
-                        s.t, "quarantined", f"snapshot of step {step} (epoch {epoch}): {why}"
+                        s.t, "quarantined", f"snapshot of step {step} (generation {epoch}): {why}"
                     )
                 )
             case Warned(step, _, what):
@@ -455,7 +460,7 @@ def _marks(facts: list[Stamped]) -> tuple[TimelineMark, ...]:
 def _mark_of_node(s: Stamped) -> TimelineMark | None:
     match s.fact:
         case WorkerHung() as f if f.guilty:
-            text = f"rank {f.rank} of epoch {f.epoch} ({f.member}) hung in {f.place}: {f.what}"
+            text = f"rank {f.rank} of generation {f.epoch} ({f.member}) hung in {f.place}: {f.what}"
             return TimelineMark(s.t, "hung", text)
         case HealthSeen(member, gpu, what, message, action) if action != "ignore":
             text = f"{member}: GPU {gpu}: {what} {message}: {action}"

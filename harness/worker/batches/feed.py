@@ -134,6 +134,7 @@ class Feed:
         self.has_contents = False
         # entries of run.json about a foreign loop; None: the steps are ours
         self._foreign: dict[str, Any] | None = None
+        self.first_ranks = 0  # as in facts.SessionStarted
 
     def open(
         self,
