@@ -439,6 +439,7 @@ class Session:
                         "step"
                     )
                 self._hands.boundary()
+                self._halves.note()
                 for profile in profiles:
                     profile.after(step.number)
 

@@ -6,16 +6,16 @@ training state is whole until the optimizers step: micro-batches only add to gra
 snapshot holds. So the ranks vote between micro-batches, and a step that would end too late is
 dropped: what its micro-batches have changed is put back, the state as it was before the step
 becomes the snapshot, and the step is done again, from its first micro-batch, by whoever resumes.
-The model's buffers are copied at the begin of a step and put back. The place in a stream is noted.
+The model's buffers are copied at the begin of a step and put back. Everything else is noted at the
+boundary before (`NotedState`): the process leaves, so only the snapshot need be as it was then.
 Generators are seeded for every micro-batch, so no state of theirs is part of a snapshot; the
-statistics of BatchNorm are added only behind the last micro-batch. Whatever else has changed (an
-object in `prepare(state=...)` that the loop's body changes for each micro-batch) cannot be put
-back: then the step is not dropped, and the rank says why.
+statistics of BatchNorm are added only behind the last micro-batch. What cannot be noted (a large
+tensor of `prepare(state=...)` that the loop's body changes in place for each micro-batch) cannot be
+put back: then the step is not dropped, and the rank says why.
 """
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
@@ -30,10 +30,7 @@ from harness.node.heartbeat import WorkerPhase
 from harness.node.marks import ATTACHED, SIGNALS, MarkReader, Want
 from harness.worker.boundary import VoteResult
 from harness.worker.step_timing import COMMUNICATION, marks_of
-from harness.worker.training_state import Training
-from storage.tensors import state_tree
-from storage.tensors.dcp import version_of
-from storage.tensors.tensor_names import plain_name
+from harness.worker.training_state import NotedState
 
 if TYPE_CHECKING:
     from harness.worker.step import Work
@@ -109,55 +106,6 @@ VOTE_EVERY_S = 2.5  # the least time between two votes; a step of less than two 
 SPARE_S = 2.0  # between the commit of a snapshot and the deadline
 
 
-class StateBefore:
-    """The training state at the begin of a step, as far as it can be compared later: everything
-    that a snapshot holds, except the model's buffers, and what changes between two updates only."""
-
-    def __init__(self, training: Training):
-        self._training = training
-        self._tensors, self._plain = self._now()
-        self._versions = {name: version_of(t) for name, t in self._tensors.items()}
-
-    def _now(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        training = self._training
-        assert training.model is not None
-        tensors, plain = state_tree.split(training.state())
-        aside = {f"model/{plain_name(name)}" for name, _ in training.model.named_buffers()}
-        aside |= training.between_updates(tensors)
-        texts = {name: json.dumps(one, sort_keys=True, default=str) for name, one in plain.items()}
-        return {name: t for name, t in tensors.items() if name not in aside}, texts
-
-    def changed(self) -> list[str]:
-        """Return the names of what has changed since."""
-        tensors, plain = self._now()
-        names = {n for n in {*plain, *self._plain} if plain.get(n) != self._plain.get(n)}
-        for name in {*tensors, *self._tensors}:
-            before, now = self._tensors.get(name), tensors.get(name)
-            if before is None or now is None or not self._same(name, before, now):
-                names.add(name)
-        return sorted(names)
-
-    def _same(self, name: str, before: torch.Tensor, now: torch.Tensor) -> bool:
-        """Return whether a tensor is the same. One in the same memory is told by its version, since
-        `before` shows what is in there now; others, such as copies, are told by their values."""
-        if _memory(before) == _memory(now):
-            return version_of(now) == self._versions[name]
-        if (before.shape, before.dtype, before.device) != (now.shape, now.dtype, now.device):
-            return False
-        return torch.equal(_local(before), _local(now))
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    """Return the tensor, or this rank's part of a DTensor."""
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
-
-
-def _memory(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
-    local = _local(tensor)
-    return local.data_ptr(), local.shape, local.stride()
-
-
 class HalfSteps:
     """The votes amid long steps, and the dropping of a step. `leave`: acts on the ranks' summed
     votes for each `Want`, between two steps.
@@ -170,23 +118,27 @@ class HalfSteps:
         self._work, self._leave = work, leave
         self._at: Collection[int] = ()  # the micro-batches of this rank that a vote comes before
         self._rounds, self._began_s = 0, 0.0
-        self._before: StateBefore | None = None
+        self._before: NotedState | None = None
         # On a GPU the host runs ahead; it waits at each vote for what it had queued at the last.
         self._marks = marks_of(work.peers.device)
         self._queued: Any = None
+
+    @property
+    def _most_votes(self) -> int:
+        return int(self._work.log.usual_step_s / VOTE_EVERY_S)
+
+    def note(self) -> None:
+        """Note the state at a step boundary, if the steps are long, on all ranks."""
+        self._before = NotedState(self._work.training) if self._most_votes > 1 else None
 
     def begin(self, rounds: int, shares: Sequence[int]) -> bool:
         """Begin `rounds` micro-batches of a step on this rank, on all ranks. `shares`: those of all
         replicas; (): they may not be dropped. Return whether there will be votes, so that the
         buffers must be noted."""
-        w = self._work
-        long_enough_for = int(w.log.usual_step_s / VOTE_EVERY_S)
-        votes = min(*shares, rounds, long_enough_for) if shares else 0
+        may_drop = shares and self._before is not None
+        votes = min(*shares, rounds, self._most_votes) if may_drop else 0
         self._at = {vote * rounds // votes for vote in range(1, votes)}
         self._rounds, self._began_s = rounds, time.monotonic()
-        if w.feed.stream is not None:
-            w.feed.stream.note(bool(self._at))
-        self._before = StateBefore(w.training) if self._at else None
         return bool(self._at)
 
     def look(self, done: int) -> None:
@@ -229,7 +181,7 @@ class HalfSteps:
             self._at = ()
             w.run.warn(
                 f"step {number} will end too late for the notice, and cannot be dropped half way: "
-                f"{cannot[0]!r} has changed since its begin; change it behind step.update() only",
+                f"{cannot[0]!r} has changed since its begin; change it behind the update only",
                 number,
             )
             return
@@ -239,5 +191,6 @@ class HalfSteps:
         )
         w.training.buffers.restore()
         w.training.strategy.zero()
+        w.training.put_back = self._before
         self._leave(wants)
         raise AssertionError(f"step {number} was dropped, and the ranks did not leave")

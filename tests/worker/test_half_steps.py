@@ -40,11 +40,12 @@ class Rows(torch.utils.data.IterableDataset):
         self.at = state["at"]
 
 class Seen:
-    steps, rows = 0, torch.zeros(2)
+    steps, micros, rows = 0, 0, torch.zeros(2)
+    large = torch.zeros(300_000 if "large" in flags else 1)  # more than 1 MiB, or not
     def state_dict(self):
-        return {"steps": self.steps, "rows": self.rows.clone()}
+        return {"steps": self.steps, "micros": self.micros, "rows": self.rows, "large": self.large}
     def load_state_dict(self, state):
-        self.steps, self.rows = state["steps"], state["rows"]
+        vars(self).update(state)
 
 torch.manual_seed(0)
 counter = Counter() if "fast" in flags else torch.nn.Identity()  # exact sums refuse buffers that differ
@@ -59,8 +60,10 @@ def forward(step, x):
         MarkFile(Path(os.environ["HARNESS_MARK"])).write(Want.RESIZE, "notice:x", time.time() + grace_s)
     time.sleep(0.025 * run.world)
     step.backward(model(x).square().mean())
-    if "inside" in flags:
-        seen.rows += 1
+    seen.micros += 1
+    seen.rows += 1
+    if "large" in flags:
+        seen.large += 1
 
 def update(step):
     step.update(clip_norm=1.0)
@@ -107,7 +110,7 @@ def test_a_step_that_would_end_too_late_is_dropped_and_done_again_the_same(
     tmp_path, long, world, flags
 ):
     """The state holds BatchNorm, buffers that each micro-batch changes and replaces, dropout, a
-    place in a stream, an object, and the units of exact sums."""
+    place in a stream, an object that each micro-batch changes, and the units of exact sums."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     long(whole, world, *flags)
     ended = long(parts, world, *flags, grace_s=2.05, code=34)
@@ -129,7 +132,7 @@ def test_a_step_that_ends_in_time_is_not_dropped(tmp_path, long):
 
 def test_a_step_whose_state_cannot_be_put_back_is_done_to_its_end(tmp_path, long):
     run = tmp_path / "run"
-    long(run, 2, "fast", "inside", grace_s=2.05, code=34)
+    long(run, 2, "fast", "large", grace_s=2.05, code=34)
     assert newest(run).step == 5
     told = [s.fact.what for s in read_facts(open_store(str(run))) if isinstance(s.fact, Warned)]
-    assert any("step 5" in what and "'seen/rows' has changed" in what for what in told), told
+    assert any("step 5" in what and "'seen/large' has changed" in what for what in told), told
