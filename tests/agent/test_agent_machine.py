@@ -1,10 +1,10 @@
-"""What a node decides, without a node: the tables of `machine.py` and `ends.py`, row by row."""
+"""What a node decides, without a node: the tables of `node_state.py` and `verdicts.py`, row by row."""
 
 from dataclasses import replace
 
 import pytest
 
-from harness.agent import workers as ends
+from harness.agent import verdicts as ends
 from harness.agent.gpu_health import Action, GpuFinding, HealthVerdict
 from harness.agent.node_state import (
     LAST_WORDS_S,
@@ -37,7 +37,7 @@ from harness.agent.node_state import (
     last_words,
     step,
 )
-from harness.agent.workers import (
+from harness.agent.verdicts import (
     AFTER,
     AGAIN,
     BROKEN_OFF,

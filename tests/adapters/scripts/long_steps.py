@@ -32,6 +32,8 @@ def notice():
 
 
 class Net(nn.Module):
+    main_input_name = "x"
+
     def __init__(self):
         super().__init__()
         self.calls = 0

@@ -16,7 +16,8 @@ from harness.agent import node_state
 from harness.agent.agent import PAUSE_S, Agent
 from harness.agent.flight_recorder import FlightDump
 from harness.agent.host import NoWatch
-from harness.agent.workers import FORKED_WITHIN_S, AgentConfig, Fitness, Timing, WorkerEnd, Worlds
+from harness.agent.verdicts import WorkerEnd
+from harness.agent.workers import FORKED_WITHIN_S, AgentConfig, Fitness, Timing, Worlds
 from harness.bucket.layout import NO_EPOCH, Epoch
 from harness.core.facts import Fact, WorkerHung
 from harness.core.world import Offer
@@ -152,7 +153,7 @@ class SimPool:
         if not self.warm():
             self._warm_s = NEVER_S
 
-    def close(self) -> None:
+    def close(self, within_s: float) -> None:
         self._kill()
 
     def _kill(self) -> None:
@@ -234,7 +235,7 @@ class SimPool:
         late = not worker.forked and silent_s > FORKED_WITHIN_S
         return "not forked: the warm process hangs" if late else ""
 
-    def end(self) -> list[int]:
+    def end(self, within_s: float) -> list[str]:
         if any(w.at_work and not w.forked for w in self.all):
             self._warm_s, self.hangs = float("inf"), False  # it is killed
         self._kill()
