@@ -393,7 +393,12 @@ class Agent:
         if self._past.how_far_s is None or now < self._past.how_far_s:
             return
         self._past.how_far_s = None
-        verdict = node_state.last_words(*self._how_far(), self._saving())
+        at, committed, saving = *self._how_far(), self._saving()
+        verdict = node_state.last_words(at, committed, saving)
+        ends_s, deadline_s = self._workers.step_ends_s(), self._node.deadline_s()
+        if ends_s is not None and deadline_s is not None and not saving:
+            late_s = ends_s - now - (deadline_s - self._host.wall())
+            verdict = node_state.too_late(at, committed, late_s) or verdict
         self._host.say(f"{HOW_FAR_S:.0f} s after {self._node.leaving}: {verdict}")
 
     def _heed_leader(self, now: float) -> None:

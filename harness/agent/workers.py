@@ -343,6 +343,12 @@ class Workers:
         """Return the last heartbeat of each worker that ever sent one."""
         return [w.pulse.sign for w in self.all if w.pulse.sign is not None]
 
+    def step_ends_s(self) -> float | None:
+        """Return when the slowest worker will end its step, by the monotonic clock; None: that is
+        not known."""
+        ends = [end for w in self.all if (end := w.pulse.step_ends_s) is not None]
+        return max(ends, default=None)
+
     def forgive(self, seconds: float) -> None:
         """Extend all timeouts by `seconds`, for which the agent itself was suspended."""
         for worker in self.all:

@@ -555,7 +555,7 @@ SMALL_NBYTES = 1 << 20  # tensors up to this size are copied when the state is n
 
 
 class NotedState:
-    """What a snapshot at a step boundary would hold, noted for the case that the next step is
+    """The state that a snapshot at a step boundary would hold, noted in case the next step is
     dropped. Small tensors are copied. Larger ones are only referred to, and `changed` tells which
     of these no longer have their values. Nothing in a step changes what `Training.between_updates`
     names; buffers have copies of their own (`Buffers`)."""

@@ -198,6 +198,10 @@ class SimPool:
     def signs(self) -> list[heartbeat.Sign]:
         return [w.pulse.sign for w in self.all if w.pulse.sign is not None]
 
+    def step_ends_s(self) -> float | None:
+        ends = [end for w in self.all if (end := w.pulse.step_ends_s) is not None]
+        return max(ends, default=None)
+
     def forgive(self, seconds: float) -> None:
         for worker in self.all:
             worker.pulse.forgive(seconds)
