@@ -144,9 +144,13 @@ class Buffers:
             if now.get(name) is not b or version_of(b) != version or id(b) in norms
         ]
 
+    def ever_changed(self) -> list[str]:
+        """Return the names of the buffers that changed since `note`, or in a step before."""
+        return sorted((self._living or set()) | set(self.changed()))
+
     def learn(self) -> None:
         """Record, after a step that is not repeated, which buffers it changed; drop the copies."""
-        self._living = (self._living or set()) | set(self.changed())
+        self._living = set(self.ever_changed())
         self._copies = {}
 
     def without_copy(self) -> list[str]:
@@ -447,7 +451,7 @@ class Training:
             return
         shared = self.buffers.shared
         if look or shared is None:
-            every = self._peers.gather(self.buffers.changed())
+            every = self._peers.gather(self.buffers.ever_changed())
             shared = sorted({*(shared or ()), *(name for names in every for name in names)})
             self.buffers.shared = shared
         if shared:

@@ -127,9 +127,11 @@ class HalfSteps:
     def _most_votes(self) -> int:
         return int(self._work.log.usual_step_s / VOTE_EVERY_S)
 
-    def note(self) -> None:
-        """Note the state at a step boundary, if the steps are long, on all ranks."""
-        self._before = NotedState(self._work.training) if self._most_votes > 1 else None
+    def note(self, long: bool = False) -> None:
+        """Note the state at a step boundary, if the steps are long, on all ranks. `long`: they are,
+        whatever they take."""
+        wanted = long or self._most_votes > 1
+        self._before = NotedState(self._work.training) if wanted else None
 
     def begin(self, rounds: int, shares: Sequence[int]) -> bool:
         """Begin `rounds` micro-batches of a step on this rank, on all ranks. `shares`: those of all
@@ -144,19 +146,27 @@ class HalfSteps:
     def look(self, done: int) -> None:
         """Vote, if it is time to, before the micro-batch that follows `done` ones of this step, and
         leave if the ranks agree (SystemExit)."""
-        if done not in self._at:
-            return
+        if done in self._at:
+            self._vote(self._rest_s(done), f"before micro-batch {done + 1} of {self._rounds}")
+
+    def part(self, rest_s: float) -> None:
+        """Vote between two micro-batches of a step of the script's own loop, on all ranks, and
+        leave if they agree (SystemExit). `rest_s`: the time that the rest of the step takes."""
+        if self._before is not None:
+            self._vote(rest_s, "between two micro-batches")
+
+    def _vote(self, rest_s: float, where: str) -> None:
         w = self._work
         w.timer.enter(COMMUNICATION)
         w.peers.life.tell(WorkerPhase.REDUCE)
         self._wait_for_device()
         wants = torch.zeros(len(Want), dtype=torch.int64)
-        wants[w.votes.urgent(self._rest_s(done) + w.rhythm.commit_s + SPARE_S)] = 1
+        wants[w.votes.urgent(rest_s + w.rhythm.commit_s + SPARE_S)] = 1
         wants[Want.NOTHING] = 0
         if w.peers.control is not None:
             dist.all_reduce(wants, group=w.peers.control)
         if wants.any():
-            self._drop(wants, done)
+            self._drop(wants, where)
         w.peers.life.tell(WorkerPhase.COMPUTE)
 
     def _wait_for_device(self) -> None:
@@ -172,13 +182,13 @@ class HalfSteps:
         here_s = (time.monotonic() - self._began_s) / done * (self._rounds - done)
         return max(self._work.log.usual_step_s * left, here_s)
 
-    def _drop(self, wants: torch.Tensor, done: int) -> None:
+    def _drop(self, wants: torch.Tensor, where: str) -> None:
         """Put the state back and leave, unless a rank cannot; then this step is done to its end."""
         w, number = self._work, self._work.run.step + 1
         assert self._before is not None and w.training.buffers is not None
         changed = self._before.changed() + w.training.buffers.without_copy()
         if cannot := next((one for one in w.peers.gather(changed[:1]) if one), None):
-            self._at = ()
+            self._at, self._before = (), None
             w.run.warn(
                 f"step {number} will end too late for the notice, and cannot be dropped half way: "
                 f"{cannot[0]!r} has changed since its begin; change it behind the update only",
@@ -186,11 +196,10 @@ class HalfSteps:
             )
             return
         w.peers.print(
-            f"harness: step {number} would end too late for the notice, so it is dropped before "
-            f"micro-batch {done + 1} of {self._rounds}; it is done again after a resume"
+            f"harness: step {number} would end too late for the notice, so it is dropped {where}; "
+            "it is done again after a resume"
         )
         w.training.buffers.restore()
-        w.training.strategy.zero()
         w.training.put_back = self._before
         self._leave(wants)
         raise AssertionError(f"step {number} was dropped, and the ranks did not leave")
