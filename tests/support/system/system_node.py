@@ -153,7 +153,7 @@ class SimPool:
         if not self.warm():
             self._warm_s = NEVER_S
 
-    def close(self, within_s: float) -> None:
+    def close(self, within_s: float = 0.0) -> None:
         self._kill()
 
     def _kill(self) -> None:
