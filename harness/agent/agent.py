@@ -6,7 +6,7 @@ snapshot and leave. It knows nothing of torch (so it starts at once) or SkyPilot
 processes, not torch elastic's PContext, which kills workers that are still saving.
 
 This file is the loop: it passes events to `node_state.py`, which decides what the node does, and
-evidence to `workers.py`, which judges how a generation (the code's `epoch`) ended; and it carries
+evidence to `verdicts.py`, which judges how a generation (the code's `epoch`) ended; and it carries
 out their decisions. It reaches its machine only through `host.py`, so the simulation runs this
 file.
 
@@ -20,11 +20,12 @@ import signal
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from harness.agent import flight_recorder, node_state, workers
+from harness.agent import flight_recorder, node_state, verdicts
 from harness.agent.host import EventInbox, Host, WorkerPool
 from harness.agent.node_state import AgentAct, AgentEvent, AgentState, NodePhase, Now
 from harness.agent.run_orders import RunOrders
-from harness.agent.workers import CHANGING, AgentConfig, End, Fruitless
+from harness.agent.verdicts import CHANGING, End, Fruitless
+from harness.agent.workers import KILL_S, AgentConfig
 from harness.bucket.journal import Journal
 from harness.bucket.layout import NO_EPOCH, Epoch, Member
 from harness.core.facts import (
@@ -48,6 +49,7 @@ from harness.core.world import (
     UNFIT,
     WrongProtocol,
 )
+from harness.node.forkserver import CLOSE_S
 from harness.node.heartbeat import WAITS_FOR_SNAPSHOTS, WorkerPhase
 from harness.node.marks import Want
 from harness.notices.notice import NoticeSource
@@ -246,7 +248,7 @@ class Agent:
 
     def close(self, code: int) -> None:
         self._hearing.stop()
-        self._workers.close()
+        self._workers.close(self._part_s(CLOSE_S))
         self._uploads.settle(self._settle_s())
         self._host.last_words(self._part_s(LAST_WORDS_S))
         self.rendezvous.leave(end=self._past.end.value if self._past.end else "")
@@ -391,7 +393,12 @@ class Agent:
         if self._past.how_far_s is None or now < self._past.how_far_s:
             return
         self._past.how_far_s = None
-        verdict = node_state.last_words(*self._how_far(), self._saving())
+        at, committed, saving = *self._how_far(), self._saving()
+        verdict = node_state.last_words(at, committed, saving)
+        ends_s, deadline_s = self._workers.step_ends_s(), self._node.deadline_s()
+        if ends_s is not None and deadline_s is not None and not saving:
+            late_s = ends_s - now - (deadline_s - self._host.wall())
+            verdict = node_state.too_late(at, committed, late_s) or verdict
         self._host.say(f"{HOW_FAR_S:.0f} s after {self._node.leaving}: {verdict}")
 
     def _heed_leader(self, now: float) -> None:
@@ -454,7 +461,7 @@ class Agent:
             past.reason = self._node.leaving
             return self._node.gone_code
         last = self.rendezvous.newest()
-        if why := workers.why_no_more(self.rendezvous.me, last, past.fruitless, past.end):
+        if why := verdicts.why_no_more(self.rendezvous.me, last, past.fruitless, past.end):
             return self._give_up(why)
         epoch = self.rendezvous.try_form(self._run.room())
         if epoch is not None:
@@ -522,7 +529,7 @@ class Agent:
         if at_work == len(self._workers.all):
             return None
         stay.first_end_s = stay.first_end_s or now
-        for_s = workers.patience_s(self._workers.seen(), stay.told_s is not None)
+        for_s = verdicts.patience_s(self._workers.seen(), stay.told_s is not None)
         if at_work and now - stay.first_end_s < for_s:
             return None
         return self._leave(self._end_workers())
@@ -561,7 +568,7 @@ class Agent:
         everybody = {m.member: m for m in found}
         stay.absent = {n for n, m in everybody.items() if m.state in ("gone", "dead")}
         peers = [everybody[n] for n in epoch.members if n != self.name and n in everybody]
-        said = workers.hear_peers(epoch.epoch, peers, stay.peer_left_s, now)
+        said = verdicts.hear_peers(epoch.epoch, peers, stay.peer_left_s, now)
         stay.peer_left_s = said.since_s
         if said.why:
             return self._abandon(said.why, RESIZE if said.planned else KILLED)
@@ -582,15 +589,16 @@ class Agent:
             stay.waiting_since_s = None
             return
         stay.waiting_since_s = stay.waiting_since_s or now
-        if workers.make_room(alive, self.config.place, now - stay.waiting_since_s):
+        if verdicts.make_room(alive, self.config.place, now - stay.waiting_since_s):
             self._feed(node_state.NewcomersWait())
 
     # ---- the end of a generation -----------------------------------------------------------------
     def _end_workers(self) -> list[int]:
         """End our workers, keep their flight dumps, and return their exit codes."""
-        if stuck := self._workers.end():
-            why = "cannot be killed: it hangs in the kernel, most likely in a driver"
-            self._feed(node_state.FoundUnfit(f"rank {stuck[0]} {why}"))
+        if stuck := self._workers.end(self._part_s(KILL_S)):
+            why = "did not end by SIGKILL: it hangs in the kernel, most likely in a driver"
+            self._feed(node_state.FoundUnfit(f"{stuck[0]} {why}"))
+            self._host.say(f"left behind on this node: {', '.join(stuck)}, which {why}", wrong=True)
         epoch, dumps = self._stay.epoch.epoch, self._workers.flights()
         flight_recorder.keep(self._run.store, self.journal.record, epoch, dumps)
         return [w.code for w in self._workers.all]
@@ -606,26 +614,26 @@ class Agent:
         self._past.left_s = self._host.monotonic()
         self._feed(node_state.Left())
         end, evidence = self._judge(codes)
-        failure, failure_step = evidence.signature if end in workers.BROKEN_OFF else "", 0
-        if end in workers.BROKEN_OFF:
+        failure, failure_step = evidence.signature if end in verdicts.BROKEN_OFF else "", 0
+        if end in verdicts.BROKEN_OFF:
             # without the bucket, the failure counts as one at step 0
             with contextlib.suppress(StoreUnavailable):
                 failure_step = self._count(evidence, bool(failure))
         hangs = self._node.hangs
         worn_out = hangs >= self.config.fitness.hangs_allowed
-        code = workers.agent_exit_code(end, bool(self._node.unfit), worn_out)
+        code = verdicts.agent_exit_code(end, bool(self._node.unfit), worn_out)
         self.journal.record(EpochLeft(self._stay.epoch.epoch, self.name, end.value))
         self._past.end = end
-        if end is not workers.End.UNFINISHED:
+        if end is not verdicts.End.UNFINISHED:
             self._past.reason = end.value
         if code == UNFIT and not self._node.unfit:
             code = self._worn_out(hangs, failure_step)
         if code == UNFIT:
             self._past.reason = f"unfit: {self._node.unfit}"
-        if code in (FINISHED, workers.AGAIN):
+        if code in (FINISHED, verdicts.AGAIN):
             with contextlib.suppress(StoreUnavailable):
                 self.journal.flush()
-        if code is workers.AGAIN:
+        if code is verdicts.AGAIN:
             self._past.ready = {
                 "state": "ready",
                 "end": end.value,
@@ -645,17 +653,17 @@ class Agent:
         was worn out at the same step; then the run is stopped. Return the exit code."""
         with contextlib.suppress(StoreUnavailable):  # the next node will find out
             if self._run.hung_elsewhere(step):
-                return self._give_up(workers.HUNG_EVERYWHERE.format(hangs=hangs, step=step))
+                return self._give_up(verdicts.HUNG_EVERYWHERE.format(hangs=hangs, step=step))
         self._feed(node_state.FoundUnfit(f"its workers hung {hangs} times"))
         return UNFIT
 
-    def _judge(self, codes: list[int]) -> tuple[workers.End, workers.Evidence]:
+    def _judge(self, codes: list[int]) -> tuple[verdicts.End, verdicts.Evidence]:
         """Return how the generation ended, and the evidence for it; record failed workers."""
         epoch, seen = self._stay.epoch, tuple(self._workers.seen())
         # this node cannot read data that others can
         if unfit := next((w for w in seen if w.code == UNFIT), None):
             self._feed(node_state.FoundUnfit(unfit.text))
-        evidence = workers.Evidence(
+        evidence = verdicts.Evidence(
             tuple(codes),
             seen,
             leaving=bool(self._node.leaving),
@@ -664,21 +672,21 @@ class Agent:
             told=self._stay.told,
             alone=len(epoch.members) == 1,
         )
-        end = workers.classify(evidence)
+        end = verdicts.classify(evidence)
         # the node of rank 0 is responsible for the run's end
-        if end is workers.End.FINISHED and self.name == epoch.members[0]:
+        if end is verdicts.End.FINISHED and self.name == epoch.members[0]:
             evidence = replace(evidence, run_over=self._answer_for_run(epoch))
-            end = workers.classify(evidence)
-        if end is workers.End.UNFINISHED and evidence.apart:
+            end = verdicts.classify(evidence)
+        if end is verdicts.End.UNFINISHED and evidence.apart:
             self._give_up(evidence.apart)
-        if end in workers.BROKEN_OFF:
+        if end in verdicts.BROKEN_OFF:
             for fact in evidence.facts(self.name, epoch.epoch):
                 self.journal.record(fact)
             if said := evidence.culprit or next(iter(evidence.failed), None):
                 self._past.tail = said.tail
         return end, evidence
 
-    def _count(self, evidence: workers.Evidence, failed: bool) -> int:
+    def _count(self, evidence: verdicts.Evidence, failed: bool) -> int:
         """Count a broken-off generation. Return the last step that was done before our failure; 0
         if it was not ours. Raises StoreUnavailable."""
         committed, lasted_s = self._run.committed(), self._host.monotonic() - self._stay.entered_s
@@ -701,7 +709,7 @@ class Agent:
                         return False
                     self._run.finish_for_script(epoch)
                 elif not self._run.surely_over():
-                    self._give_up(workers.WHY_UNFINISHED)
+                    self._give_up(verdicts.WHY_UNFINISHED)
                     return False
                 return True
             except StoreUnavailable:  # only the commit of the end is missing

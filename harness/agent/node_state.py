@@ -484,6 +484,22 @@ def last_words(at_step: int, committed: int, saving: bool, late: str = "") -> st
     return f"{verdict}; {safe}"
 
 
+def too_late(at_step: int, committed: int, late_s: float) -> str:
+    """Return in words what is lost if the step under way ends `late_s` after the deadline; "": it
+    ends before. `at_step`: steps done; `committed` -1: it is unknown."""
+    if late_s <= 0:
+        return ""
+    lost = "the bucket is silent"
+    if committed >= 0:
+        since = max(0, at_step - committed)
+        more = f" and {since} more step{'s' * (since != 1)}" if since else ""
+        lost = f"what is committed is step {committed}, so it{more} will be lost"
+    return (
+        f"step {at_step + 1} will end {late_s:.0f} s after the deadline; unless the workers "
+        f"drop it between two micro-batches, {lost}"
+    )
+
+
 def _must_leave(node: AgentState, reason: str, who: str, deadline_s: float | None) -> AgentTurn:
     acts: list[AgentAct] = []
     if deadline_s is not None:

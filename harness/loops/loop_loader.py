@@ -507,6 +507,7 @@ class MicroLoader:
         """Run the boundary after the previous step, if that is over and had no boundary yet."""
         if self.step is not None and self.step.updated:
             self._front._hands.boundary()
+            self._front._halves.note()
         self.step = None
 
     def _over(self) -> bool:

@@ -48,6 +48,7 @@ from harness.worker.gradients.parallel import once as norm_once
 from harness.worker.run_context import SCRIPT_WORLD
 from harness.worker.step import Sums, Work
 from harness.worker.step_timing import BACKWARD, COMMUNICATION, DATA, FORWARD, OPTIMIZER, OTHER
+from harness.worker.votes import HalfSteps
 from storage.canonical_json import BadObject
 from storage.errors import NotFound
 
@@ -118,8 +119,9 @@ class OwnLoop:
     """A foreign loop, made by `own_loop`; see the module. `micro_batches`: their number in
     a full step, on all ranks together; `micro_batch`: samples in each."""
 
-    def __init__(self, work: Work, hands: Boundary, place: DataPlace):
+    def __init__(self, work: Work, hands: Boundary, halves: HalfSteps, place: DataPlace):
         self._work, self._hands, self._place = work, hands, place
+        self.halves = halves
         if work.training.loads.watches:
             raise BadInput(
                 "the model has routers that are balanced once per step, and this trainer does not "
@@ -133,10 +135,18 @@ class OwnLoop:
         self._own_work = OwnWork(work.peers.life.tell)
         self.seed_between()
 
-    def begin(self, micro_batches: int | None = None, samples: int | None = None) -> OwnStep:
+    def begin(
+        self,
+        micro_batches: int | None = None,
+        samples: int | None = None,
+        rounds: int | None = None,
+    ) -> OwnStep:
         """Begin the next optimizer step. `micro_batches`: their number, for a shorter step at the
         end of an epoch; `samples`: the step's samples, if its last micro-batch is short; None: a
-        full step. All ranks pass the same. Raises ValueError."""
+        full step. `rounds`: the trainer goes through its step in so many parts on every rank, and
+        calls `OwnStep.round` before each, since ranks communicate in them, or read in them what
+        they compare; 0: it calls that never; None: it is called for each micro-batch. All ranks
+        pass the same. Raises ValueError."""
         count = self.micro_batches if micro_batches is None else micro_batches
         if not 1 <= count <= self.micro_batches:
             raise ValueError(f"wanted 1 to {self.micro_batches} micro-batches, found {count}")
@@ -145,7 +155,8 @@ class OwnLoop:
             raise ValueError(f"wanted 1 to {full} samples, found {samples}")
         self._own_work.end()
         self._work.peers.life.tell(WorkerPhase.COMPUTE, self._work.run.step)
-        return OwnStep(self, self._work, count, full if samples is None else samples, self._place)
+        samples = full if samples is None else samples
+        return OwnStep(self, self._work, count, samples, rounds, self._place)
 
     def boundary(self) -> None:
         """Agree between two steps on what to do, and do it, on all ranks at the same boundary.
@@ -154,6 +165,7 @@ class OwnLoop:
         self._own_work.end()
         with hidden_world.inside():
             self._hands.boundary()
+            self.halves.note()
         self._work.timer.rest()
         self._own_work.begin()
         if self._work.run.step >= self._hands.until:
@@ -175,7 +187,15 @@ class OwnLoop:
 class OwnStep:
     """One optimizer update of a foreign loop; see the module."""
 
-    def __init__(self, loop: OwnLoop, work: Work, count: int, samples: int, place: DataPlace):
+    def __init__(
+        self,
+        loop: OwnLoop,
+        work: Work,
+        count: int,
+        samples: int,
+        rounds: int | None,
+        place: DataPlace,
+    ):
         self.number = work.run.step + 1
         self.count, self.samples = count, samples
         self._loop, self._work, self._place = loop, work, place
@@ -195,6 +215,13 @@ class OwnStep:
         work.timer.begin(self.number)
         work.timer.enter(DATA)
         work.training.strategy.zero()
+        self._in_rounds = rounds is not None
+        if rounds is None:
+            self._noted = loop.halves.begin(len(self.mine), self._sums.shares or plan.shares)
+        else:
+            self._noted = loop.halves.begin(rounds, (rounds,))
+        if self._noted and work.training.buffers is not None:
+            work.training.buffers.note()
 
     def first_of(self, m: int) -> int:
         """Return the position of micro-batch m's first sample."""
@@ -202,10 +229,19 @@ class OwnStep:
 
     def micro(self, m: int) -> None:
         """Prepare the forward of micro-batch m, one of this rank's. Random numbers in it depend on
-        seed, step and m. Raises ValueError."""
+        seed, step and m. Raises ValueError; SystemExit, if the step would end too late for a
+        notice: the state before it is committed then."""
         if m not in self.mine:
             raise ValueError(f"wanted one of this rank's micro-batches {self.mine}, found {m}")
+        if not self._in_rounds:
+            self.round(m - self.mine.start)
         begin_micro(self._work, self.number, m, self._work.feed.seed, last=m == self.mine[-1])
+
+    def round(self, done: int) -> None:
+        """Agree with the other ranks whether the step must be dropped, before the part of it that
+        follows `done` ones; see `OwnLoop.begin`. Raises SystemExit as `micro` does."""
+        with hidden_world.inside():
+            self._loop.halves.look(done)
 
     def idle(self) -> None:
         """Announce a forward of something that is no micro-batch of this step."""
@@ -266,6 +302,8 @@ class OwnStep:
                 redo()
                 if not self.mine:
                     strategy.micro(last=True)
+            if self._noted and work.training.buffers is not None:
+                work.training.buffers.learn()
             self._floats, _ = work.summed(self._sums)
             for settle in work.training.hooks.before_update:
                 settle(self.count, self.some_idle)
@@ -371,4 +409,4 @@ def own_loop(
     if per_device and not run.step:
         batch = batch_text(micro_batches * micro_batch, micro_batch, feed.first_ranks)
         run.print(f"harness: {batch}, and stays so on any number of ranks")
-    return OwnLoop(run._work, run._hands, place)
+    return OwnLoop(run._work, run._hands, run._halves, place)

@@ -167,6 +167,11 @@ class SharedLoader:
                 thing.set_epoch(epoch)
 
     @property
+    def is_stream(self) -> bool:
+        """True if the data can only be read in order, so that every rank reads all of it."""
+        return self._stream is not None
+
+    @property
     def epoch(self) -> int:
         """The epoch that was begun last, counted from 0."""
         return self._place.epoch

@@ -86,8 +86,8 @@ class Forked:
                     os.killpg(self.pid, signal.SIGKILL)
 
     def kill(self, within_s: float) -> None:
-        """Send SIGKILL to its process group and wait for its end, for at most `within_s`: a worker
-        that hangs in a driver cannot be killed."""
+        """Send SIGKILL to its process group and wait for its end, for about `within_s` at most: a
+        worker that hangs in a driver cannot be killed."""
         until_s = time.monotonic() + within_s
         while self.returncode is None:
             self.strike()
@@ -147,12 +147,13 @@ class ForkServerClient:
             os.close(theirs)
         return worker, open(out, "rb")
 
-    def close(self) -> None:
-        """End the process, and with it its workers."""
+    def close(self, within_s: float = CLOSE_S) -> None:
+        """End the process, and with it its workers. Wait for its end, for `within_s` at most."""
+        until_s = time.monotonic() + within_s
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(CLOSE_S)
-            self._listener.join(CLOSE_S)
+            self._process.wait(within_s)
+            self._listener.join(max(0.0, until_s - time.monotonic()))
 
     def _listen(self) -> None:
         while True:

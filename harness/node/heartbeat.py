@@ -229,6 +229,12 @@ class WorkerHeartbeat:
         if self._step_s is not None:
             self._step_s += seconds
 
+    @property
+    def step_ends_s(self) -> float | None:
+        """The time at which the step under way ends, if it takes as long as the last one. None: no
+        step's time is known."""
+        return self._step_s + self._steps[-1] if self._steps and self._step_s is not None else None
+
     def bound_s(self, stopped: bool = False) -> float:
         """Return the timeout of the current silence in seconds. `stopped`: the worker is stopped by
         a signal, so slow work cannot be the reason."""

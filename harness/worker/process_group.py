@@ -103,6 +103,12 @@ def _first(across: dist.ProcessGroup | None) -> int:
 T = TypeVar("T")
 MAX_TIMEOUT_S = 1e7  # four months
 MEET_S = 60.0  # for ranks that have all come to connect with each other
+CONNECTS_LATE = "nccl"  # a backend that connects the ranks in its first collective only
+FIRST_SUM_S = 180.0  # for that; thousands of ranks take tens of seconds
+SEE = (
+    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set, name the interface of --set addr"
+)
+SEE_NCCL = f"{SEE}; a rank that has not begun it may hang in its GPU's driver (NCCL_DEBUG=INFO)"
 CALLERS = 2048  # ranks that may connect at the same time
 
 
@@ -153,33 +159,40 @@ def backend_of(device: torch.device, store: PrefixStore | None, world: int) -> s
     return "cpu:gloo,cuda:gloo"
 
 
-@contextlib.contextmanager
-def _in_time(store: PrefixStore | None, rank: int, world: int) -> Iterator[None]:
-    """Bound what connects all ranks by `MEET_S` from when the last of them came; without a bound
-    torch waits for half an hour. If it takes longer, say which ranks are missing, and end this
-    process for the world to form anew. All ranks must call it at the same point."""
-    if store is None or world == 1:
-        yield
-        return
+def _meet(store: PrefixStore, rank: int, world: int) -> None:
+    """Wait until all ranks have come, as long as the agent lets a start take."""
     if store.add("ranks_come", 1) == world:
         store.set("ranks_all_came", "1")
-    store.wait(["ranks_all_came"])  # as long as the agent lets a start take
+    store.wait(["ranks_all_came"])
+
+
+@contextlib.contextmanager
+def _in_time(
+    store: PrefixStore, rank: int, world: int, wanted: str, within_s: float, see: str
+) -> Iterator[None]:
+    """Bound what connects all ranks by `within_s`; without a bound torch waits for half an hour. If
+    it takes longer, say which ranks have not begun it, or else which have not ended it, and end
+    this process for the world to form anew. `wanted`: what it makes, in words; `see`: what to look
+    at. All ranks must call it at the same point."""
     # a connection of its own, since the other one is blocked meanwhile
     again: Any = store.clone()  # type: ignore[attr-defined]
-    done = threading.Event()
+    done, begun, ended = threading.Event(), f"{wanted} begun", f"{wanted} ended"
+    again.set(f"{begun}/{rank}", "1")
+
+    def without(key: str) -> list[int]:
+        return [r for r in range(world) if not again.check([f"{key}/{r}"])]
 
     def end() -> None:
-        if done.wait(MEET_S):
+        if done.wait(within_s):
             return
         try:
-            lost = [r for r in range(world) if not again.check([f"rank_met/{r}"])]
+            lost = without(begun) or without(ended)
         except dist.DistError:  # its host has ended
             lost = [0]
         said = (
-            f"rank {rank}: wanted connections among all {world} ranks within {MEET_S:.0f} "
+            f"rank {rank}: wanted {wanted} among all {world} ranks within {within_s:.0f} "
             f"s, found none of rank {', '.join(map(str, lost[:16]))}; open all TCP ports between "
-            "the nodes, and see that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set, name the "
-            "interface of --set addr"
+            f"the nodes, and see that {see}"
         )
         print(f"harness: {said}", flush=True)
         write_error(dist.DistNetworkError(said))  # for the agent: the loss of a peer
@@ -188,9 +201,16 @@ def _in_time(store: PrefixStore | None, rank: int, world: int) -> Iterator[None]
     threading.Thread(target=end, name="meet", daemon=True).start()
     try:
         yield
-        again.set(f"rank_met/{rank}", "1")
+        again.set(f"{ended}/{rank}", "1")
     finally:
         done.set()
+
+
+def _first_sum(device: torch.device) -> None:
+    """Sum one number over all ranks, on the device, and wait for it."""
+    dist.all_reduce(torch.zeros(1, device=device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Peers:
@@ -259,17 +279,32 @@ class Peers:
             if store is None:
                 dist.init_process_group(backend, timeout=timeout)
             else:
-                with _in_time(store, self.rank, self.world):
-                    dist.init_process_group(
-                        backend,
-                        timeout=timeout,
-                        store=store,
-                        rank=int(environ["RANK"]),
-                        world_size=int(environ["WORLD_SIZE"]),
-                    )
+                self._connect(store, backend, timeout)
         if dist.is_initialized() and self.world > 1:
             self.control = dist.new_group(backend="gloo", timeout=timeout)
             self.everyone = dist.group.WORLD
+
+    def _connect(
+        self, store: PrefixStore, backend: str, timeout: datetime.timedelta | None
+    ) -> None:
+        """Make the process group, and let a backend that connects in its first collective do one,
+        in bounded time."""
+        rank, world = self.rank, self.world
+
+        def join() -> None:
+            dist.init_process_group(
+                backend, timeout=timeout, store=store, rank=rank, world_size=world
+            )
+
+        if world == 1:
+            join()
+            return
+        _meet(store, rank, world)
+        with _in_time(store, rank, world, "connections", MEET_S, SEE):
+            join()
+        if CONNECTS_LATE in backend:
+            with _in_time(store, rank, world, "the first sum on GPUs", FIRST_SUM_S, SEE_NCCL):
+                _first_sum(self.device)
 
     @functools.cached_property
     def mesh(self) -> DeviceMesh:

@@ -136,6 +136,17 @@ class Options:
     on_change: str | None
 
 
+@dataclass
+class SafePoint:
+    """A call of `safe_point`, or of `resume`. `end_s`: its end (perf_counter); `step_s`: the time
+    since the one before, 0: not known; `parts`: calls of `half_step` since."""
+
+    step: int
+    end_s: float
+    step_s: float = 0.0
+    parts: int = 0
+
+
 MOST_STEPS = 1000  # between two safe points; if there are more, none are recorded
 
 
@@ -185,8 +196,7 @@ class Session:
         late = peers.device.type != "cpu" if o.votes_late is None else o.votes_late
         self._hands = Boundary(self._work, hold, resume, state, until, late)
         self._halves = HalfSteps(self._work, self._hands.count)
-        # step and end of the last safe point (perf_counter); None: there was none
-        self._safe: tuple[int, float] | None = None
+        self._safe: SafePoint | None = None  # the last one; None: there was none
         self._profile = Profile(joined, peers.device, environ.get("HARNESS_PROFILE", ""))
 
     # ---- properties for the script ---------------------------------------------------------------
@@ -439,6 +449,7 @@ class Session:
                         "step"
                     )
                 self._hands.boundary()
+                self._halves.note()
                 for profile in profiles:
                     profile.after(step.number)
 
@@ -462,7 +473,7 @@ class Session:
         """
         self._setup.settle()
         self._hands.resume()
-        self._safe = self._run.step, time.perf_counter()
+        self._safe = SafePoint(self._run.step, time.perf_counter())
         return self._run.step
 
     def safe_point(self, step: int, loss: float | None = None, samples: int = 0) -> None:
@@ -487,19 +498,40 @@ class Session:
         self._hands.count(wants[:-1], int(wants[-1]))
         # the loop may change the state next, so it must not be needed for the snapshot any more
         self._work.snapshotter.finish_staging()
-        self._safe = step, time.perf_counter()
+        self._safe = self._at_safe_point(step)
+
+    def half_step(self) -> None:
+        """Agree, between two micro-batches of a step in a loop with `safe_point`, whether a notice
+        leaves too little time for the rest of the step. If so, all ranks leave (SystemExit) with
+        the state of the last safe point committed, so a resume does the step again. Every rank
+        calls it, equally often in each step; the first step that has such calls is not dropped.
+        """
+        if (safe := self._safe) is not None:
+            safe.parts += 1
+            since_s = time.perf_counter() - safe.end_s
+            self._halves.part(max(safe.step_s - since_s, since_s / safe.parts))
+
+    def _at_safe_point(self, step: int) -> SafePoint:
+        """Note the state, if the last step had parts, for the case that the next one is dropped."""
+        last, now, buffers = self._safe, time.perf_counter(), self._work.training.buffers
+        if last is None or not last.parts or buffers is None:
+            return SafePoint(step, now)
+        buffers.learn()
+        buffers.note()
+        self._halves.note(long=True)
+        return SafePoint(step, now, now - last.end_s)
 
     def _tell_steps(self, step: int, loss: float, samples: int) -> None:
         """Record the steps since the last safe point, as if each took equally long."""
         now = time.time()
-        if self._safe is None or not 0 < (steps := step - self._safe[0]) <= MOST_STEPS:
+        if self._safe is None or not 0 < (steps := step - self._safe.step) <= MOST_STEPS:
             return
-        each_s = (time.perf_counter() - self._safe[1]) / steps
+        each_s = (time.perf_counter() - self._safe.end_s) / steps
         optimizers = self._work.training.optimizers
         lr = float(optimizers[0].param_groups[0]["lr"]) if optimizers else 0.0
         for i in range(steps):
             begin_s = now - (steps - i) * each_s
-            number, few = self._safe[0] + i + 1, samples // steps
+            number, few = self._safe.step + i + 1, samples // steps
             self._run.fact(StepDone(number, self._run.epoch, loss, begin_s, each_s, few, lr=lr))
 
     def loader(

@@ -527,7 +527,7 @@ class Snapshotter:
         self.land(must=False)
         self._log.settle()
         ref = Ref(epoch=self._run.epoch, step=self._run.step)
-        tensors, plain = state_tree.split(self._training.state())
+        tensors, plain = self._training.split()
         unsaved, self._log.unsaved = self._log.unsaved, []
         data = self._data(why, plain, unsaved, ended)
         if self._peers.rank == 0:

@@ -3,6 +3,7 @@ in the worker."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from harness.worker.staged_model import StagedModel, StagedState
 from storage.snapshots.manifest import Manifest
 from storage.snapshots.snapshots import Snapshots
 from storage.tensors import loading, state_tree
+from storage.tensors.dcp import version_of
 from storage.tensors.tensor_names import plain_name
 
 # Counts of the tokens that a model's routers give to each expert, over all micro-batches of a step
@@ -120,7 +122,7 @@ class Buffers:
     def note(self) -> None:
         """Copy the buffers at the beginning of a step, or before the first step."""
         now = dict(self._model.named_buffers())
-        self._versions = {name: (b, _version(b)) for name, b in now.items()}
+        self._versions = {name: (b, version_of(b)) for name, b in now.items()}
         self._copies = {
             name: b.detach().clone()
             for name, b in now.items()
@@ -139,12 +141,16 @@ class Buffers:
         return [  # a norm's kernel changes its statistics without a new version number
             name
             for name, (b, version) in self._versions.items()
-            if now.get(name) is not b or _version(b) != version or id(b) in norms
+            if now.get(name) is not b or version_of(b) != version or id(b) in norms
         ]
+
+    def ever_changed(self) -> list[str]:
+        """Return the names of the buffers that changed since `note`, or in a step before."""
+        return sorted((self._living or set()) | set(self.changed()))
 
     def learn(self) -> None:
         """Record, after a step that is not repeated, which buffers it changed; drop the copies."""
-        self._living = (self._living or set()) | set(self.changed())
+        self._living = set(self.ever_changed())
         self._copies = {}
 
     def without_copy(self) -> list[str]:
@@ -152,7 +158,7 @@ class Buffers:
         return [
             name
             for name, (b, version) in self._versions.items()
-            if name not in self._copies and _version(b) != version
+            if name not in self._copies and version_of(b) != version
         ]
 
     def restore(self) -> str:
@@ -174,11 +180,6 @@ class Buffers:
                 "is 0"
             )
         return ""
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return how often the tensor was changed in place; always 0 for one of inference mode."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 RANK_MARK = "@r"  # separates a name and a rank
@@ -228,6 +229,8 @@ class Training:
         self.buffers: Buffers | None = None
         self.frozen = Frozen(nn.Module(), [])
         self.after_update: set[str] = set()
+        # the state that the next snapshot takes instead of the present one: a step was dropped
+        self.put_back: NotedState | None = None
         # the whole model's state, if this rank has only some stages
         self.whole: StagedState | None = None
         self.phases = False  # steps yield their micro-batches more than once
@@ -448,7 +451,7 @@ class Training:
             return
         shared = self.buffers.shared
         if look or shared is None:
-            every = self._peers.gather(self.buffers.changed())
+            every = self._peers.gather(self.buffers.ever_changed())
             shared = sorted({*(shared or ()), *(name for names in every for name in names)})
             self.buffers.shared = shared
         if shared:
@@ -460,6 +463,12 @@ class Training:
     def state(self) -> dict[str, Any]:
         """Return the whole state, by the names under which it is stored."""
         return {self._stored(name): state_of(thing) for name, thing in self._saved.items()}
+
+    def split(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return the state that a snapshot takes, as tensors by path and plain data."""
+        if self.put_back is not None:
+            return self.put_back.tensors, self.put_back.plain
+        return state_tree.split(self.state())
 
     def _stored(self, name: str) -> str:
         return _of_rank(name, self._peers.rank) if name in self._per_rank else name
@@ -544,6 +553,33 @@ class Training:
             name: [_of_rank(name, rank) for rank in range(manifest.world)]
             for name in self._per_rank
         }
+
+
+SMALL_NBYTES = 1 << 20  # tensors up to this size are copied when the state is noted
+
+
+class NotedState:
+    """The state that a snapshot at a step boundary would hold, noted in case the next step is
+    dropped. Small tensors are copied. Larger ones are only referred to, and `changed` tells which
+    of these no longer have their values. Nothing in a step changes what `Training.between_updates`
+    names; buffers have copies of their own (`Buffers`)."""
+
+    def __init__(self, training: Training):
+        assert training.model is not None
+        tensors, plain = state_tree.split(training.state())
+        self.plain: dict[str, Any] = copy.deepcopy(plain)
+        aside = {f"model/{plain_name(name)}" for name, _ in training.model.named_buffers()}
+        aside |= training.between_updates(tensors)
+        self.tensors = {
+            name: t if name in aside or t.nbytes > SMALL_NBYTES else t.detach().clone()
+            for name, t in tensors.items()
+        }
+        others = tensors.keys() - aside
+        self._versions = {name: version_of(self.tensors[name]) for name in others}
+
+    def changed(self) -> list[str]:
+        """Return the names of the tensors whose values at the boundary are lost."""
+        return sorted(n for n, v in self._versions.items() if version_of(self.tensors[n]) != v)
 
 
 def check_names(state: Mapping[str, Any], **options: Collection[str]) -> None:

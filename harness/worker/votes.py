@@ -6,16 +6,16 @@ training state is whole until the optimizers step: micro-batches only add to gra
 snapshot holds. So the ranks vote between micro-batches, and a step that would end too late is
 dropped: what its micro-batches have changed is put back, the state as it was before the step
 becomes the snapshot, and the step is done again, from its first micro-batch, by whoever resumes.
-The model's buffers are copied at the begin of a step and put back. The place in a stream is noted.
+The model's buffers are copied at the begin of a step and put back. Everything else is noted at the
+boundary before (`NotedState`): the process leaves, so only the snapshot need be as it was then.
 Generators are seeded for every micro-batch, so no state of theirs is part of a snapshot; the
-statistics of BatchNorm are added only behind the last micro-batch. Whatever else has changed (an
-object in `prepare(state=...)` that the loop's body changes for each micro-batch) cannot be put
-back: then the step is not dropped, and the rank says why.
+statistics of BatchNorm are added only behind the last micro-batch. What cannot be noted (a large
+tensor of `prepare(state=...)` that the loop's body changes in place for each micro-batch) cannot be
+put back: then the step is not dropped, and the rank says why.
 """
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
@@ -30,10 +30,7 @@ from harness.node.heartbeat import WorkerPhase
 from harness.node.marks import ATTACHED, SIGNALS, MarkReader, Want
 from harness.worker.boundary import VoteResult
 from harness.worker.step_timing import COMMUNICATION, marks_of
-from harness.worker.training_state import Training
-from storage.tensors import state_tree
-from storage.tensors.dcp import version_of
-from storage.tensors.tensor_names import plain_name
+from harness.worker.training_state import NotedState
 
 if TYPE_CHECKING:
     from harness.worker.step import Work
@@ -109,55 +106,6 @@ VOTE_EVERY_S = 2.5  # the least time between two votes; a step of less than two 
 SPARE_S = 2.0  # between the commit of a snapshot and the deadline
 
 
-class StateBefore:
-    """The training state at the begin of a step, as far as it can be compared later: everything
-    that a snapshot holds, except the model's buffers, and what changes between two updates only."""
-
-    def __init__(self, training: Training):
-        self._training = training
-        self._tensors, self._plain = self._now()
-        self._versions = {name: version_of(t) for name, t in self._tensors.items()}
-
-    def _now(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        training = self._training
-        assert training.model is not None
-        tensors, plain = state_tree.split(training.state())
-        aside = {f"model/{plain_name(name)}" for name, _ in training.model.named_buffers()}
-        aside |= training.between_updates(tensors)
-        texts = {name: json.dumps(one, sort_keys=True, default=str) for name, one in plain.items()}
-        return {name: t for name, t in tensors.items() if name not in aside}, texts
-
-    def changed(self) -> list[str]:
-        """Return the names of what has changed since."""
-        tensors, plain = self._now()
-        names = {n for n in {*plain, *self._plain} if plain.get(n) != self._plain.get(n)}
-        for name in {*tensors, *self._tensors}:
-            before, now = self._tensors.get(name), tensors.get(name)
-            if before is None or now is None or not self._same(name, before, now):
-                names.add(name)
-        return sorted(names)
-
-    def _same(self, name: str, before: torch.Tensor, now: torch.Tensor) -> bool:
-        """Return whether a tensor is the same. One in the same memory is told by its version, since
-        `before` shows what is in there now; others, such as copies, are told by their values."""
-        if _memory(before) == _memory(now):
-            return version_of(now) == self._versions[name]
-        if (before.shape, before.dtype, before.device) != (now.shape, now.dtype, now.device):
-            return False
-        return torch.equal(_local(before), _local(now))
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    """Return the tensor, or this rank's part of a DTensor."""
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
-
-
-def _memory(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
-    local = _local(tensor)
-    return local.data_ptr(), local.shape, local.stride()
-
-
 class HalfSteps:
     """The votes amid long steps, and the dropping of a step. `leave`: acts on the ranks' summed
     votes for each `Want`, between two steps.
@@ -170,41 +118,55 @@ class HalfSteps:
         self._work, self._leave = work, leave
         self._at: Collection[int] = ()  # the micro-batches of this rank that a vote comes before
         self._rounds, self._began_s = 0, 0.0
-        self._before: StateBefore | None = None
+        self._before: NotedState | None = None
         # On a GPU the host runs ahead; it waits at each vote for what it had queued at the last.
         self._marks = marks_of(work.peers.device)
         self._queued: Any = None
+
+    @property
+    def _most_votes(self) -> int:
+        return int(self._work.log.usual_step_s / VOTE_EVERY_S)
+
+    def note(self, long: bool = False) -> None:
+        """Note the state at a step boundary, if the steps are long, on all ranks. `long`: they are,
+        whatever they take."""
+        wanted = long or self._most_votes > 1
+        self._before = NotedState(self._work.training) if wanted else None
 
     def begin(self, rounds: int, shares: Sequence[int]) -> bool:
         """Begin `rounds` micro-batches of a step on this rank, on all ranks. `shares`: those of all
         replicas; (): they may not be dropped. Return whether there will be votes, so that the
         buffers must be noted."""
-        w = self._work
-        long_enough_for = int(w.log.usual_step_s / VOTE_EVERY_S)
-        votes = min(*shares, rounds, long_enough_for) if shares else 0
+        may_drop = shares and self._before is not None
+        votes = min(*shares, rounds, self._most_votes) if may_drop else 0
         self._at = {vote * rounds // votes for vote in range(1, votes)}
         self._rounds, self._began_s = rounds, time.monotonic()
-        if w.feed.stream is not None:
-            w.feed.stream.note(bool(self._at))
-        self._before = StateBefore(w.training) if self._at else None
         return bool(self._at)
 
     def look(self, done: int) -> None:
         """Vote, if it is time to, before the micro-batch that follows `done` ones of this step, and
         leave if the ranks agree (SystemExit)."""
-        if done not in self._at:
-            return
+        if done in self._at:
+            self._vote(self._rest_s(done), f"before micro-batch {done + 1} of {self._rounds}")
+
+    def part(self, rest_s: float) -> None:
+        """Vote between two micro-batches of a step of the script's own loop, on all ranks, and
+        leave if they agree (SystemExit). `rest_s`: the time that the rest of the step takes."""
+        if self._before is not None:
+            self._vote(rest_s, "between two micro-batches")
+
+    def _vote(self, rest_s: float, where: str) -> None:
         w = self._work
         w.timer.enter(COMMUNICATION)
         w.peers.life.tell(WorkerPhase.REDUCE)
         self._wait_for_device()
         wants = torch.zeros(len(Want), dtype=torch.int64)
-        wants[w.votes.urgent(self._rest_s(done) + w.rhythm.commit_s + SPARE_S)] = 1
+        wants[w.votes.urgent(rest_s + w.rhythm.commit_s + SPARE_S)] = 1
         wants[Want.NOTHING] = 0
         if w.peers.control is not None:
             dist.all_reduce(wants, group=w.peers.control)
         if wants.any():
-            self._drop(wants, done)
+            self._drop(wants, where)
         w.peers.life.tell(WorkerPhase.COMPUTE)
 
     def _wait_for_device(self) -> None:
@@ -220,24 +182,24 @@ class HalfSteps:
         here_s = (time.monotonic() - self._began_s) / done * (self._rounds - done)
         return max(self._work.log.usual_step_s * left, here_s)
 
-    def _drop(self, wants: torch.Tensor, done: int) -> None:
+    def _drop(self, wants: torch.Tensor, where: str) -> None:
         """Put the state back and leave, unless a rank cannot; then this step is done to its end."""
         w, number = self._work, self._work.run.step + 1
         assert self._before is not None and w.training.buffers is not None
         changed = self._before.changed() + w.training.buffers.without_copy()
         if cannot := next((one for one in w.peers.gather(changed[:1]) if one), None):
-            self._at = ()
+            self._at, self._before = (), None
             w.run.warn(
                 f"step {number} will end too late for the notice, and cannot be dropped half way: "
-                f"{cannot[0]!r} has changed since its begin; change it behind step.update() only",
+                f"{cannot[0]!r} has changed since its begin; change it behind the update only",
                 number,
             )
             return
         w.peers.print(
-            f"harness: step {number} would end too late for the notice, so it is dropped before "
-            f"micro-batch {done + 1} of {self._rounds}; it is done again after a resume"
+            f"harness: step {number} would end too late for the notice, so it is dropped {where}; "
+            "it is done again after a resume"
         )
         w.training.buffers.restore()
-        w.training.strategy.zero()
+        w.training.put_back = self._before
         self._leave(wants)
         raise AssertionError(f"step {number} was dropped, and the ranks did not leave")

@@ -1,10 +1,10 @@
-"""What a node decides, without a node: the tables of `machine.py` and `ends.py`, row by row."""
+"""What a node decides, without a node: the tables of `node_state.py` and `verdicts.py`, row by row."""
 
 from dataclasses import replace
 
 import pytest
 
-from harness.agent import workers as ends
+from harness.agent import verdicts as ends
 from harness.agent.gpu_health import Action, GpuFinding, HealthVerdict
 from harness.agent.node_state import (
     LAST_WORDS_S,
@@ -36,8 +36,9 @@ from harness.agent.node_state import (
     WriteMark,
     last_words,
     step,
+    too_late,
 )
-from harness.agent.workers import (
+from harness.agent.verdicts import (
     AFTER,
     AGAIN,
     BROKEN_OFF,
@@ -56,7 +57,7 @@ from harness.agent.workers import (
 from harness.bucket.layout import NO_EPOCH, Member
 from harness.core.facts import HealthSeen, NoticeCancelled, NoticeSeen
 from harness.core.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT
-from harness.node.heartbeat import WorkerPhase
+from harness.node.heartbeat import Limits, ProgressFile, WorkerHeartbeat, WorkerPhase
 from harness.node.marks import Want
 from harness.notices.notice import Cancelled, Notice, Noticed
 
@@ -281,6 +282,24 @@ def test_last_words_are_said_once_near_a_deadline_and_not_for_a_snapshot():
     assert last_words(7, 5, saving=False).endswith("boundary; step 5 is committed")
     assert "workers at step 7); the bucket is silent" in last_words(7, -1, saving=True)
     assert "may come too late" in last_words(7, -1, True, "and may come too late ")
+
+
+def test_what_is_lost_with_a_step_that_ends_too_late_is_said():
+    said = too_late(7, 5, 11.6)
+    assert said.startswith("step 8 will end 12 s after the deadline; unless the workers drop it")
+    assert said.endswith("what is committed is step 5, so it and 2 more steps will be lost")
+    assert too_late(7, 6, 1.0).endswith("step 6, so it and 1 more step will be lost")
+    assert too_late(7, 7, 1.0).endswith("step 7, so it will be lost")
+    assert too_late(7, -1, 1.0).endswith("the bucket is silent")
+    assert too_late(7, 5, -0.1) == ""
+
+
+def test_a_heartbeat_shows_when_the_step_under_way_ends(tmp_path):
+    file, pulse = ProgressFile(str(tmp_path / "sign")), WorkerHeartbeat(tmp_path / "sign", Limits())
+    for done, now in ((0, 100.0), (1, 130.0), (2, 150.0)):
+        file.tell(step=done)
+        pulse.look(now)
+        assert pulse.step_ends_s == (170.0 if done == 2 else None)
 
 
 def test_workers_on_a_sick_gpu_have_until_their_grace_is_over_or_nothing():

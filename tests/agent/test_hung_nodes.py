@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -39,6 +40,50 @@ def test_a_signal_ends_an_agent_whose_workers_hang_in_start(tmp_path: Path, sign
     code, said = said_of(process, 60)
     assert code == DRAINED, said
     assert time.monotonic() - began_s < (grace_s if signals == 1 else 30), said
+
+
+# The process that traces a worker holds it in its exit, as a driver does that does not answer: from
+# then on no signal ends it, SIGKILL included.
+HOLDS = """
+import ctypes, pathlib, sys, time
+SEIZE, TRACE_EXIT = 0x4206, 1 << 6
+trace = ctypes.CDLL(None, use_errno=True).ptrace
+trace.argtypes = [ctypes.c_long] * 4
+failed = trace(SEIZE, int(sys.argv[1]), 0, TRACE_EXIT)
+pathlib.Path("held").write_text(str(ctypes.get_errno() if failed else 0))
+time.sleep(600)
+"""
+HELD = """
+import os, pathlib, signal, subprocess, sys, time
+holder = subprocess.Popen(
+    [sys.executable, "holds.py", str(os.getpid())], start_new_session=True,
+    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+)
+pathlib.Path("pids").write_text(f"{os.getpid()} {holder.pid}")
+time.sleep(600)
+"""
+
+
+def test_an_agent_leaves_in_time_though_its_worker_cannot_be_killed(tmp_path: Path):
+    (tmp_path / "script.py").write_text(HELD)
+    (tmp_path / "holds.py").write_text(HOLDS)
+    process = train_begin(tmp_path / "run", "--grace-s", 10.0, folder=tmp_path)
+    until(lambda: (tmp_path / "held").exists() and (tmp_path / "held").read_text(), "the holder")
+    worker, holder = map(int, (tmp_path / "pids").read_text().split())
+    try:
+        if (tmp_path / "held").read_text() != "0":
+            pytest.skip("this machine lets no process trace another")
+        began_s = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        code, said = said_of(process, 60)
+        took_s = time.monotonic() - began_s
+        assert code == UNFIT, said
+        assert Path(f"/proc/{worker}").exists(), said
+        assert f"left behind on this node: rank 0 (process {worker})" in said
+        assert took_s < 10.0, said
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        until(lambda: not Path(f"/proc/{worker}").exists(), "the worker's end")
 
 
 def test_a_node_whose_imports_hang_is_unfit(tmp_path: Path):

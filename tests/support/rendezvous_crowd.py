@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.agent import workers
+from harness.agent import verdicts
 from harness.bucket.layout import EPOCHS, NO_EPOCH, Epoch, Member
 from harness.rendezvous.peer_heartbeats import (
     Dial,
@@ -312,7 +312,7 @@ class CrowdMember(SimulatedHeartbeats):
         found = self.rendezvous.look() if look else self.rendezvous.watch(epoch.members)
         everybody = {m.member: m for m in found}
         peers = [everybody[n] for n in epoch.members if n != self.name and n in everybody]
-        said = workers.hear_peers(epoch.epoch, peers, self.due.left_s, now)
+        said = verdicts.hear_peers(epoch.epoch, peers, self.due.left_s, now)
         self.due.left_s = said.since_s
         # workers agree with their peers at once to leave
         has_left = any(p.state in ("ready", "gone") and p.epoch >= epoch.epoch for p in peers)
@@ -322,7 +322,7 @@ class CrowdMember(SimulatedHeartbeats):
             alive = [m for m in everybody.values() if m.state not in ("gone", "dead")]
             waiting = self.rendezvous.waiting(epoch, alive)
             self.due.waiting_s = (self.due.waiting_s or now) if waiting else None
-            if self.due.waiting_s and workers.make_room(alive, "", now - self.due.waiting_s):
+            if self.due.waiting_s and verdicts.make_room(alive, "", now - self.due.waiting_s):
                 self._leave("resize")
 
     def _leave(self, end: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from harness.agent import node_state as node_machine
-from harness.agent import workers
+from harness.agent import verdicts
 from harness.agent.agent import Agent
 from harness.agent.node_state import AgentState
 from harness.agent.run_orders import RunOrders
@@ -690,7 +690,7 @@ BUGS: dict[str, Bug] = {
     "tries for ever": Bug(
         "life",
         patches=(
-            (workers, "why_no_more", hopeful),
+            (verdicts, "why_no_more", hopeful),
             (
                 Ensemble,
                 "_train",

@@ -40,11 +40,12 @@ class Rows(torch.utils.data.IterableDataset):
         self.at = state["at"]
 
 class Seen:
-    steps, rows = 0, torch.zeros(2)
+    steps, micros, rows = 0, 0, torch.zeros(2)
+    large = torch.zeros(300_000 if "large" in flags else 1)  # more than 1 MiB, or not
     def state_dict(self):
-        return {"steps": self.steps, "rows": self.rows.clone()}
+        return {"steps": self.steps, "micros": self.micros, "rows": self.rows, "large": self.large}
     def load_state_dict(self, state):
-        self.steps, self.rows = state["steps"], state["rows"]
+        vars(self).update(state)
 
 torch.manual_seed(0)
 counter = Counter() if "fast" in flags else torch.nn.Identity()  # exact sums refuse buffers that differ
@@ -59,8 +60,10 @@ def forward(step, x):
         MarkFile(Path(os.environ["HARNESS_MARK"])).write(Want.RESIZE, "notice:x", time.time() + grace_s)
     time.sleep(0.025 * run.world)
     step.backward(model(x).square().mean())
-    if "inside" in flags:
-        seen.rows += 1
+    seen.micros += 1
+    seen.rows += 1
+    if "large" in flags:
+        seen.large += 1
 
 def update(step):
     step.update(clip_norm=1.0)
@@ -107,7 +110,7 @@ def test_a_step_that_would_end_too_late_is_dropped_and_done_again_the_same(
     tmp_path, long, world, flags
 ):
     """The state holds BatchNorm, buffers that each micro-batch changes and replaces, dropout, a
-    place in a stream, an object, and the units of exact sums."""
+    place in a stream, an object that each micro-batch changes, and the units of exact sums."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     long(whole, world, *flags)
     ended = long(parts, world, *flags, grace_s=2.05, code=34)
@@ -129,7 +132,86 @@ def test_a_step_that_ends_in_time_is_not_dropped(tmp_path, long):
 
 def test_a_step_whose_state_cannot_be_put_back_is_done_to_its_end(tmp_path, long):
     run = tmp_path / "run"
-    long(run, 2, "fast", "inside", grace_s=2.05, code=34)
+    long(run, 2, "fast", "large", grace_s=2.05, code=34)
     assert newest(run).step == 5
     told = [s.fact.what for s in read_facts(open_store(str(run))) if isinstance(s.fact, Warned)]
-    assert any("step 5" in what and "'seen/rows' has changed" in what for what in told), told
+    assert any("step 5" in what and "'seen/large' has changed" in what for what in told), told
+
+
+OWN = """
+import os, sys, time, torch, harness
+import torch.distributed as dist
+from pathlib import Path
+from harness.node.marks import MarkFile, Want
+grace_s = float(sys.argv[-1])
+run = harness.attach(seed=1, snapshot_every_steps=1000)
+
+class Seen:
+    def __init__(self):
+        self.steps, self.micros, self.loss = 0, 0, torch.zeros(1)
+    def state_dict(self):
+        return vars(self)
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+seen = Seen()
+run.prepare(model, optimizer, state={"seen": seen})
+for step in range(run.resume() + 1, 8):
+    for micro in range(4):
+        if micro:
+            run.half_step()
+        if grace_s and step == 5 and micro == 1 and run.rank == run.world - 1:
+            MarkFile(Path(os.environ["HARNESS_MARK"])).write(Want.RESIZE, "notice:x", time.time() + grace_s)
+        time.sleep(0.2)
+        torch.manual_seed(1000 * step + micro)  # the same on each rank
+        loss = model(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        seen.micros += 1
+        seen.loss += loss.detach()
+    if run.world > 1:
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= run.world
+    optimizer.step()
+    optimizer.zero_grad()
+    seen.steps += 1
+    run.safe_point(step)
+run.finish()
+"""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_loop_with_safe_points_drops_a_step_in_which_it_says_where_it_may(tmp_path, world):
+    script = tmp_path / "own.py"
+    script.write_text(OWN)
+
+    def trained(name, grace_s=0.0, code=0):
+        mark = tmp_path / f"{name}.node" / "mark.json"
+        mark.parent.mkdir(exist_ok=True)
+        mark.unlink(missing_ok=True)
+        MarkFile(mark)
+        env, run = {"HARNESS_MARK": str(mark)}, tmp_path / name
+        return train(run, world, grace_s, env=env, codes=(code,), script=script)
+
+    trained("whole")
+    ended = trained("parts", grace_s=2.2, code=34)
+    assert "step 5 would end too late for the notice, so it is dropped between two" in ended.output
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert newest(parts).step == 4
+    trained("parts")
+    assert newest(parts).step == newest(whole).step == 7
+    assert newest(parts).data["weights"] == newest(whole).data["weights"]
+    assert newest(parts).data["state"]["seen"] == newest(whole).data["state"]["seen"]
+
+
+def test_a_step_that_ends_in_time_is_done_in_a_loop_with_safe_points(tmp_path):
+    script, mark = tmp_path / "own.py", tmp_path / "run.node" / "mark.json"
+    script.write_text(OWN)
+    mark.parent.mkdir()
+    MarkFile(mark)
+    env = {"HARNESS_MARK": str(mark)}
+    train(tmp_path / "run", 1, 60.0, env=env, codes=(34,), script=script)
+    assert newest(tmp_path / "run").step == 5

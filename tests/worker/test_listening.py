@@ -64,3 +64,43 @@ def test_ranks_that_do_not_connect_are_named_in_time():
     said = [p.communicate(timeout=50)[0] for p in processes]
     assert [p.returncode for p in processes] == [1, 1], said
     assert "found none of rank 0, 1" in said[0] and "GLOO_SOCKET_IFNAME" in said[0]
+
+
+LATE = """
+import os, sys, time, torch
+from harness.worker import process_group
+process_group.CONNECTS_LATE, process_group.FIRST_SUM_S = "gloo", float(sys.argv[1])
+if os.environ["RANK"] == "1" and sys.argv[2] == "hangs":
+    in_time = process_group._in_time
+    def late(store, rank, world, wanted, *more):  # its GPU does not answer
+        if wanted != "connections":
+            time.sleep(60)
+        return in_time(store, rank, world, wanted, *more)
+    process_group._in_time = late
+peers = process_group.Peers(dict(os.environ))
+peers.meet(dict(os.environ))
+print("met", int(peers.sum(1.0)))
+"""
+
+
+def late(within_s: float, how: str) -> tuple[list[int], list[str]]:
+    port, processes = free_port(), []
+    for rank in range(2):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env = environment() | {k: str(v) for k, v in own.items()}
+        words = [sys.executable, "-c", LATE, str(within_s), how]
+        processes.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True))
+    first = processes[0].communicate(timeout=50)[0]
+    if how == "hangs":
+        processes[1].kill()
+    said = [first, processes[1].communicate(timeout=50)[0]]
+    return [p.returncode for p in processes], said
+
+
+def test_a_backend_that_connects_in_its_first_collective_does_one_in_bounded_time():
+    """NCCL's had no bound: the other ranks waited for half an hour, and named nobody."""
+    codes, said = late(60.0, "works")
+    assert codes == [0, 0] and all("met 2" in one for one in said), said
+    codes, said = late(2.0, "hangs")
+    assert codes[0] == 1 and "the first sum on GPUs" in said[0], said
+    assert "found none of rank 1; " in said[0], said

@@ -378,7 +378,10 @@ class Driver:
         if not count:
             return []
         samples = None if feed.varies or not window.ends else window.samples()
-        step, rounds = self.loop.begin(count, samples), rounds_of(count, self.ranks)
+        rounds = rounds_of(count, self.ranks)
+        # a stream of known length is read, and compared between ranks, within its rounds
+        apart = feed.shared.is_stream and feed.batches is not None
+        step = self.loop.begin(count, samples, rounds=0 if apart else rounds)
         together = count == feed.most and min(self.run.plan.shares) >= feed.accumulation
         self._open = StepNow(step, rounds / count, together)
         return deal(step.mine, rounds)[::-1]
@@ -411,22 +414,25 @@ class Driver:
         self, feed: feeds.TrainingFeed, window: Window, own: tuple[int, ...], last: bool
     ) -> Any:
         """Return the item of a round, and set up this rank's work in it."""
-        assert self._open is not None
+        now = self._open
+        assert now is not None
+        now.step.round(now.begun)
+        now.begun += 1
         body = self._body = Body(Round(own, last), window.take(own))
         if last:
             window.rest()
-        if isinstance(self._open.step, FirstStep):
-            before = (self._open.step.rounds - 1) * self.ranks
+        if isinstance(now.step, FirstStep):
+            before = (now.step.rounds - 1) * self.ranks
             body.shares = [replace(share, micro=before + share.micro) for share in body.shares]
         if body.idle:
-            self._open.step.idle()
+            now.step.idle()
             if feed.template is None:
                 feed.template = feed.place(feeds.sample_batch(feed.shared.loader))
             return feed.template
         for share in body.shares:
-            self._open.step.read(share.micro, *feed.said_of(share))
+            now.step.read(share.micro, *feed.said_of(share))
         feed.template = feed.place(body.shares[0].data)
-        self._begin_micro(self._open, body.shares[0])
+        self._begin_micro(now, body.shares[0])
         if len(body.shares) > 1:
             self._tape.begin(feed.template)
         return feed.template

@@ -59,6 +59,9 @@ class FirstStep:
     def micro(self, m: int) -> None:
         begin_micro(self.run._work, self.number, m, self.run.seed, last=False)
 
+    def round(self, done: int) -> None:
+        """Skip this call: the first step is not dropped."""
+
     def idle(self) -> None:
         self.run._work.training.norms.rest()
 
@@ -124,7 +127,7 @@ class StepNow:
     """The step in progress. `scale`: factor of each loss; `together`: every rank has its last
     micro-batch in the last round; `synced`: gradients are summed over ranks; `rate`: the learning
     rate; `backwards`: most backward calls in one iteration; `stepped`: ids of the optimizers that
-    have stepped."""
+    have stepped; `begun`: rounds that have begun."""
 
     step: OwnStep | FirstStep
     scale: float
@@ -133,6 +136,7 @@ class StepNow:
     rate: float = 0.0
     backwards: int = 0
     stepped: set[int] = field(default_factory=set)
+    begun: int = 0
 
 
 @dataclass

@@ -263,7 +263,9 @@ class LightningSteps:
         assert self.loader is not None and self.loop is not None
         self.current = now = self.loader.dealt.popleft()
         if now.m == 0:
-            self.step = self.loop.begin(micro_batches=now.count)
+            # ranks compare a stream's samples where it is read, which may be ahead of the loop
+            apart = self.loader.shared is not None and self.loader.shared.is_stream
+            self.step = self.loop.begin(now.count, rounds=0 if apart else None)
             self._repeat.clear()
         if self.step is None:
             raise BadInput(
@@ -276,7 +278,8 @@ class LightningSteps:
                 raise BadInput("the train dataloader gave None for a batch; wanted a batch")
             contents = now.share.contents
             self.step.read(now.m, now.share.keys if contents is None else None, contents)
-            self.step.micro(now.m)
+            with self.together():
+                self.step.micro(now.m)
             return batch
         if self.batch is not None:
             return self.batch

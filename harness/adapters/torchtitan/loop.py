@@ -167,7 +167,7 @@ class TitanLoop:
     def train_step(self, data_iterator: Any) -> None:
         """Run one optimizer update."""
         assert self._loop is not None
-        self._step, self._calls = self._loop.begin(), 0
+        self._step, self._calls = self._loop.begin(rounds=0), 0
         try:
             self._train_step(data_iterator)
         except DataloaderExhaustedError:

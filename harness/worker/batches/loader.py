@@ -377,16 +377,10 @@ class Stream:
         self._resumed = False  # this pass began from a loaded state
         # hash of the first item of that pass; None: the pass had no items
         self._passed_first: int | None = None
-        # the dataset's state before the step that is being read; None: it was not noted
-        self._noted: Any = None
-
-    def note(self, asked: bool) -> None:
-        """Let the present place, if `asked`, be the state until the next step has been read."""
-        self._noted = copy.deepcopy(self.dataset.state_dict()) if asked else None
 
     def state_dict(self) -> Any:
-        """Return the dataset's state at the last step boundary."""
-        return self.dataset.state_dict() if self._noted is None else self._noted
+        """Return the dataset's state, at a step boundary."""
+        return self.dataset.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
         self.dataset.load_state_dict(state)
@@ -437,7 +431,6 @@ class Stream:
                 yield MicroBatch(
                     positions, positions, self.collate(items), contents_of(items), tuple(items)
                 )
-        self._noted = None
 
     def collated_again(self, batch: MicroBatch) -> Any:
         """Collate a micro-batch of the stream again. Raises BadInput if the script has changed the

@@ -16,7 +16,8 @@ from harness.agent import node_state
 from harness.agent.agent import PAUSE_S, Agent
 from harness.agent.flight_recorder import FlightDump
 from harness.agent.host import NoWatch
-from harness.agent.workers import FORKED_WITHIN_S, AgentConfig, Fitness, Timing, WorkerEnd, Worlds
+from harness.agent.verdicts import WorkerEnd
+from harness.agent.workers import FORKED_WITHIN_S, AgentConfig, Fitness, Timing, Worlds
 from harness.bucket.layout import NO_EPOCH, Epoch
 from harness.core.facts import Fact, WorkerHung
 from harness.core.world import Offer
@@ -152,7 +153,7 @@ class SimPool:
         if not self.warm():
             self._warm_s = NEVER_S
 
-    def close(self) -> None:
+    def close(self, within_s: float = 0.0) -> None:
         self._kill()
 
     def _kill(self) -> None:
@@ -197,6 +198,10 @@ class SimPool:
     def signs(self) -> list[heartbeat.Sign]:
         return [w.pulse.sign for w in self.all if w.pulse.sign is not None]
 
+    def step_ends_s(self) -> float | None:
+        ends = [end for w in self.all if (end := w.pulse.step_ends_s) is not None]
+        return max(ends, default=None)
+
     def forgive(self, seconds: float) -> None:
         for worker in self.all:
             worker.pulse.forgive(seconds)
@@ -234,7 +239,7 @@ class SimPool:
         late = not worker.forked and silent_s > FORKED_WITHIN_S
         return "not forked: the warm process hangs" if late else ""
 
-    def end(self) -> list[int]:
+    def end(self, within_s: float) -> list[str]:
         if any(w.at_work and not w.forked for w in self.all):
             self._warm_s, self.hangs = float("inf"), False  # it is killed
         self._kill()
