@@ -30,7 +30,6 @@ from storage import (
 from storage.stores import fsspec_store, obstore_store, probe, retries
 from storage.stores.objects import abort_stale_uploads, folders, put_paced, read_whole
 from storage.stores.obstore_store import FastStore
-from storage.stores.retries import Retrying
 from storage.stores.store_urls import BACKENDS, normalize, open_store
 from storage.testing import store_contract
 from storage.testing.faulty_store import FaultyStore
