@@ -154,8 +154,8 @@ meshes: install  ## models on meshes of up to eight ranks: equal to one rank's, 
 manynodes: install  ## 1 to 256 simulated members and snapshots of up to 1,024 ranks: seconds, requests, connections, beside their targets
 	$(BIN)/python benchmarks/manynodes.py
 
-gray: install  ## each request of a node answered never, at 20 B/s, by half, twice, before and amid a notice (half an hour; GRAY_JOBS=4)
-	HARNESS_HEAVY=1 $(BIN)/python -m pytest -s $(if $(CI),-p no:cacheprovider) tests/agent/test_silent_store.py
+gray: install  ## each request of a node answered never, at 20 B/s, by half, twice, before and amid a notice (half an hour; GRAY_JOBS=4; CELLS='start hang')
+	HARNESS_HEAVY=1 GRAY_CELLS="$(CELLS)" $(BIN)/python -m pytest -s $(if $(CI),-p no:cacheprovider) tests/agent/test_silent_store.py
 
 campaign: install  ## POINTS=500 kills of writer, uploader and agent each, every store call failing once, damage of every class; not in CI
 	$(SUPPORT).kill_campaign --points $(or $(POINTS),500) --seed $(or $(SEED),0) --jobs $(or $(JOBS),2)

@@ -53,7 +53,7 @@ from harness.node.forkserver import CLOSE_S
 from harness.node.heartbeat import WAITS_FOR_SNAPSHOTS, WorkerPhase
 from harness.node.marks import Want
 from harness.notices.notice import NoticeSource
-from harness.rendezvous.reach import LEAVE_S
+from harness.rendezvous.reach import LEAVE_S, LOST_AFTER, LostWays
 from harness.rendezvous.rendezvous import Rendezvous
 from storage.errors import StoreError, StoreUnavailable
 from storage.stores.objects import ObjectStore
@@ -104,6 +104,7 @@ class EpochTimes:
     epoch: Epoch = NO_EPOCH
     entered_s: float = 0.0
     absent: set[str] = field(default_factory=set)  # members of it that are gone or dead
+    lost_ways: LostWays = field(default_factory=LostWays)
     first_end_s: float | None = None  # when the first of our workers ended
     peer_left_s: float | None = None
     waiting_since_s: float | None = None  # since when a member has waited to join
@@ -572,10 +573,22 @@ class Agent:
         stay.peer_left_s = said.since_s
         if said.why:
             return self._abandon(said.why, RESIZE if said.planned else KILLED)
+        if lost := self._waited_for_in_vain(peers, now):
+            return self._abandon(f"no connection with {', '.join(lost)}, and our workers wait")
         if said.changing and self.config.leaving.notify_signal and not self._workers.attached():
             self._feed(node_state.PeersChange())
         self._invite(now, list(everybody.values()))
         return None
+
+    def _waited_for_in_vain(self, peers: list[Member], now: float) -> list[str]:
+        """Return the living peers that we have not reached for long, if all our workers have waited
+        for other nodes as long: the packets between us are lost, and the bucket is reached."""
+        ways, most_s = self._stay.lost_ways, LOST_AFTER * self.config.timing.dead_s
+        known = [p.member for p in peers if p.state == "in" and self._lines.heard(p.member).seen]
+        ways.look(known, self._lines.reached() or (), now)
+        lost = ways.longer_than(most_s, now)
+        waits = all(w.pulse.awaited_s(now) > most_s for w in self._workers.all)
+        return lost if waits else []
 
     def _invite(self, now: float, everybody: list[Member]) -> None:
         """Request a bigger world if we are the first living member of the generation and a member

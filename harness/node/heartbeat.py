@@ -273,6 +273,12 @@ class WorkerHeartbeat:
         how = " (stopped by a signal)" if stopped else f" (process state {state})" if state else ""
         return f"no sign of life for {silent_s:.0f} s {where}, bound {bound_s:.0f} s{how}"
 
+    def awaited_s(self, now: float) -> float:
+        """Return for how many seconds the worker has waited for ranks of other nodes, without a
+        sign of life; 0.0: it does something else."""
+        waits = self.sign is not None and self.sign.place in (WorkerPhase.START, WorkerPhase.REDUCE)
+        return now - self.since_s if waits else 0.0
+
     def waits(self, state: str) -> bool:
         """Return whether a hung worker is in a phase in which it waits for others. `state`: see
         `process_state`."""

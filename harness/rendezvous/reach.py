@@ -18,10 +18,27 @@ from dataclasses import dataclass, field, replace
 from harness.bucket.layout import Member
 
 REACH_S = 3.0  # for lines to come up; members that are not reached by then are left out
+LOST_AFTER = 3.0  # times `dead_s`: who trains is given up when it was not reached for so long
 LEAVE_S = 60.0  # who is left out for so long, without a break, leaves as unreachable
 NAMED = 4  # members that a message names
 
 Pair = tuple[str, str]
+
+
+@dataclass
+class LostWays:
+    """The members of our generation that live, and to which the way was lost amid it. Their workers
+    and ours may wait for each other until a collective's timeout, a quarter of an hour."""
+
+    since_s: dict[str, float] = field(default_factory=dict)
+
+    def look(self, living: Iterable[str], reached: Collection[str], now: float) -> None:
+        """`living`: those that we once reached; `reached`: those that we reach now."""
+        lost = [name for name in living if name not in reached]
+        self.since_s = {name: self.since_s.get(name, now) for name in lost}
+
+    def longer_than(self, seconds: float, now: float) -> list[str]:
+        return [name for name, since_s in self.since_s.items() if now - since_s > seconds]
 
 
 @dataclass

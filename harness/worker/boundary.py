@@ -522,7 +522,7 @@ class Boundary:
         if manifest is not None:
             self._run.step = manifest.step
             self._peers.print(
-                f"harness: resumed from step {manifest.step} (generation {manifest.epoch})"
+                f"harness: resumed from step {manifest.step} (of generation {manifest.epoch})"
             )
         self._resume.check(manifest)
         self._work.rhythm.begin()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import threading
 import time
@@ -204,6 +205,11 @@ class Running:
             self.left -= nbytes
             self.moved_s = time.monotonic()
 
+    def forget(self) -> None:
+        """Let go of the segment. What is left of an upload refers to itself, and the memory of a
+        segment that is not needed any more must not wait until Python finds that."""
+        self.view, self.done = memoryview(b""), lambda outcome: None
+
 
 class UploadPool:
     """A few threads that put parts; those of the ref that is first in `order` go first."""
@@ -299,6 +305,7 @@ class UploadPool:
                 future.set_result(None)
             else:
                 future.set_exception(error)
+            del chosen, task, future, error  # they hold the segment; the next task may come late
 
 
 class Ahead:
@@ -534,6 +541,9 @@ class Uploader:
             self._on_outcome(job, outcome)
         finally:
             one.done(outcome)
+            one.forget()
+            if outcome.state == "failed":
+                gc.collect()  # errors hold the frames that they passed, and these the segment
         if outcome.state == "committed" and job.keep is not None and self._deadline_s is None:
             keep = Keep(**job.keep)
             if self.busy():  # a job under way may build on the previous snapshot

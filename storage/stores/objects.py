@@ -97,6 +97,14 @@ class ReadsAtOnce(Protocol):
 
 
 @runtime_checkable
+class Retries(Protocol):
+    """A store that tries again what was not answered (`retries.Retrying`)."""
+
+    def retried(self, do: Callable[[], T]) -> T:
+        """Return what `do` does, trying again as for one call. Raises StoreUnavailable."""
+
+
+@runtime_checkable
 class HasFolders(Protocol):
     """A store that can name the folders right below its URL without listing their contents."""
 
@@ -171,13 +179,18 @@ def reads_at_once(store: ObjectStore) -> int:
 
 def read_whole(store: ObjectStore, key: str, decode: Callable[[bytes], T]) -> T:
     """Return what `decode` makes of an object. Raises NotFound; the ValueError of `decode` for an
-    object that is damaged; StoreUnavailable if only a part of it came: reading it again helps."""
-    data = store.get(key)
-    try:
-        return decode(data)
-    except ValueError:
-        refuse_part(store, key, data)
-        raise
+    object that is damaged; StoreUnavailable if only a part of it came, however often it was read
+    again (as often as a store that `Retries` would try a call)."""
+
+    def once() -> T:
+        data = store.get(key)
+        try:
+            return decode(data)
+        except ValueError:
+            refuse_part(store, key, data)
+            raise
+
+    return store.retried(once) if isinstance(store, Retries) else once()
 
 
 def refuse_part(store: ObjectStore, key: str, data: bytes) -> None:

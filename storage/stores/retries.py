@@ -166,6 +166,10 @@ class Retrying:
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         return self._call("read", read_into, self.inner, key, start, buffer)
 
+    def retried(self, do: Callable[[], T]) -> T:
+        """Return what `do` does with this store. It is tried again as a call is."""
+        return self._retry(do)()
+
     def _call(self, kind: str, do: Callable[..., T], *words: Any) -> T:
         def once() -> T:
             with self._patience.judge(kind):

@@ -89,6 +89,7 @@ def test_it_goes_on_where_it_was_killed_in_another_world(alone, go, die_at, resu
     (go.folder / "events").unlink()
     said = go(2)
     assert f"resumed from step {resumed}" in said.output
+    assert "not resumable" not in said.output  # Lightning warns where it cannot go on amid an epoch
     after = events(go.folder)
     # what was done after the snapshot is done again, and nothing else
     done = len(events(alone)) - len(after)

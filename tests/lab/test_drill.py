@@ -82,3 +82,16 @@ def test_a_node_may_have_another_clock(tmp_path):
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.stdout.strip() == "True", ended.stderr
+
+
+def test_what_is_delivered_twice_is_the_same(tmp_path):
+    """The memory that a snapshot is sent from has another one's bytes a second later."""
+    objects, memory = MemoryStore("memory://t", {}), bytearray(b"first")
+    (tmp_path / "twice").touch()
+    SabotagedStore(objects, Folder(tmp_path)).put("a", memoryview(memory))
+    memory[:] = b"other"
+    objects.delete("a")
+    until_s = time.monotonic() + 20.0
+    while objects.list("a") == [] and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert objects.get("a") == b"first"

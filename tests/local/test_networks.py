@@ -86,10 +86,13 @@ class Network:
                 self._ip(node, f"route add default via {gate} src {address}")
         self._ip("r", "link set lo up")
         ip("netns", "exec", self._spaces["r"], "sysctl", "-qw", "net.ipv4.ip_forward=1")
-        for words in wall.router:
-            self._ip("r", words)
+        self.wall_off(wall)
         if wall.hidden:
             self._ip(wall.hidden, f"addr add {HIDDEN}/32 dev lo")
+
+    def wall_off(self, wall: Wall) -> None:
+        for words in wall.router:
+            self._ip("r", words)
 
     def _ip(self, node: str, words: str) -> None:
         ip("-n", self._spaces[node], *words.split())
@@ -216,3 +219,28 @@ def test_the_same_nodes_train_together_where_nothing_is_in_the_way(
     for process in both:
         process.terminate()
     assert [said_of(process, 60.0)[0] for process in both] == [DRAINED, DRAINED]
+
+
+def test_packets_that_are_lost_amid_a_run_stop_nobody_for_long(
+    network: Network, begin: Begin, tmp_path: Path
+):
+    """Both reach the bucket, so neither is dead, and what one sends has no answer at all: their
+    workers waited for each other for a quarter of an hour."""
+    network.build(WALLS["open"])
+    both = {node: begin(node, WALLS["open"]) for node in "ab"}
+    until(lambda: min(len(steps_of(tmp_path, n)) for n in "ab") > 5, "steps of both", of=both["b"])
+    network.wall_off(WALLS["dropped"])
+    lost_s = time.monotonic()
+
+    def alone() -> list[str]:
+        return [n for n in "ab" if steps_of(tmp_path, n)[-1][1] > lost_s + STANDS_S]
+
+    until(alone, "one that trains on alone", within_s=60.0)
+    print(f"trains on after {time.monotonic() - lost_s:.1f} s")
+    stays = alone()[0]
+    code, said = said_of(both["b" if stays == "a" else "a"], 60.0)
+    assert code == UNFIT and "is unreachable" in said, said
+    until(lambda: steps_of(tmp_path, stays)[-1][1] > time.monotonic() - 1.0, "more steps")
+    both[stays].terminate()
+    code, said = said_of(both[stays], 60.0)
+    assert code == DRAINED and "and our workers wait" in said, said

@@ -65,6 +65,16 @@ def test_true_run_is_proved(run):
     assert "Everything holds." in out.getvalue()
 
 
+def test_a_run_that_no_controller_led_is_said_to_have_ended(run):
+    store = MemoryStore(objects={})
+    for key in run.store.list(""):
+        data = run.store.get(key)
+        if not (key.startswith("facts/") and b'"RunEnded"' in data):
+            store.put(key, data)
+    (end,) = [c for c in audit(store).checks if c.name == "run end"]
+    assert end.detail == "no controller led it to its end: finished with step 20"
+
+
 def classes(store):
     """Keys of every audited class of objects."""
     found = {}

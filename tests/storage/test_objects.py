@@ -3,6 +3,7 @@ loopback (tests/support/buckets.py)."""
 
 import errno
 import http.server
+import json
 import os
 import random
 import threading
@@ -27,7 +28,7 @@ from storage import (
     StoreUnavailable,
 )
 from storage.stores import fsspec_store, obstore_store, probe, retries
-from storage.stores.objects import abort_stale_uploads, folders, put_paced
+from storage.stores.objects import abort_stale_uploads, folders, put_paced, read_whole
 from storage.stores.obstore_store import FastStore
 from storage.stores.store_urls import BACKENDS, normalize, open_store
 from storage.testing import store_contract
@@ -634,6 +635,19 @@ def test_temporary_files_of_dead_writers_are_removed(tmp_path: Path) -> None:
 def test_a_store_is_not_refused_for_an_answer_that_was_damaged_once() -> None:
     all_hold = probe.Probe(True, True, True, True, True)
     assert probe.require(HalfAtFirst("probed", most=1)) == all_hold
+
+
+def test_a_part_of_an_object_is_read_again_as_long_as_a_call_is() -> None:
+    """A commit failed at its fence, amid a notice, for half of one small object."""
+    store = HalfAtFirst("halves")
+    store.put("a", b'{"whole": true}')
+    with pytest.raises(StoreUnavailable, match="wanted 15 bytes, found 7"):
+        read_whole(store, "a", json.loads)
+    store.read.clear()
+    assert read_whole(Retrying(store), "a", json.loads) == {"whole": True}
+    store.put("b", b"no JSON")
+    with pytest.raises(ValueError):  # it is whole, and reading it again would not help
+        read_whole(Retrying(store), "b", json.loads)
 
 
 # ---- what a store really does --------------------------------------------------------------------

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -33,7 +33,16 @@ from harness.bucket.layout import STOP_KEY, StopOrder
 from harness.bucket.orders import ask_to_stop
 from harness.core.formatting import plural
 from harness.core.signing import VARIABLE, key_of
-from harness.local.local_run import AGENT, kept_folder, plain_environment, send_signal, train
+from harness.local.local_run import (
+    AGENT,
+    Bridge,
+    can_isolate,
+    ip,
+    kept_folder,
+    plain_environment,
+    send_signal,
+    train,
+)
 from harness.look.audit.audit import audit
 from harness.look.audit.audit_signatures import with_signatures
 from storage.snapshots.snapshots import Snapshots
@@ -54,9 +63,24 @@ workdir: {folder}
 resources: {{use_spot: true, job_recovery: {{recover_on_exit_codes: [33, 37]}}}}
 envs: {{RUN: null}}
 run: |
-  exec {python} -m harness.cli run --run "$RUN" {agent} -- \\
-    -m harness.lab.exercise --total 1000000 --every 5
+  agent() {{ exec "$@" {python} -m harness.cli run --run "$RUN" {agent} $where -- \\
+    -m harness.lab.exercise --total 1000000 --every 5; }}
+  {places}
+  agent env
 """
+PLACES = 6  # network namespaces: more than there are nodes, since some of them are ending
+# The agent that is in a place holds its lock. The provider's metadata service is not reached there.
+PLACE = """\
+exec 9>{lock}; if flock -n 9; then export GLOO_SOCKET_IFNAME=eth0 AWS_EC2_METADATA_DISABLED=true
+    where="--set addr={address}"; agent {inside}; fi
+"""
+# how a node and the others lose each other, and find each other again: words of `ip`, with "{}" for
+# an address of another node
+NOBODY = "lladdr 02:00:00:00:00:01 nud permanent"
+APART = {
+    "unreachable": ("route add unreachable {}", "route del unreachable {}"),
+    "one-way": ("neigh replace {} dev eth0 " + NOBODY, "neigh del {} dev eth0"),
+}
 
 
 # ---- what a process may grow by ------------------------------------------------------------------
@@ -166,9 +190,15 @@ class SoakedRun:
         (self.orders / "sitecustomize.py").write_text(
             f"from harness.lab.drills import process_faults as sabotage\n\nsabotage.arm({str(self.orders)!r})\n"
         )
+        self.net = Bridge(f"hs{os.getpid() % 100000}") if can_isolate() else None
         self.task = folder / "task.yaml"
         self.task.write_text(
-            TASK.format(folder=folder, python=sys.executable, agent=" ".join(AGENT))
+            TASK.format(
+                folder=folder,
+                python=sys.executable,
+                agent=" ".join(AGENT),
+                places="\n  ".join(self._places()).replace("\n    ", "\n      "),
+            )
         )
         self.disk = self._small_disk()
         self.launches, self.spared = 0, 0  # spared: an agent that nobody kills, to grow old
@@ -191,6 +221,16 @@ class SoakedRun:
                 start_new_session=True,
             )
         return self.controller
+
+    def _places(self) -> Iterator[str]:
+        """Make the nodes' networks, and yield the shell's words for each."""
+        if self.net is not None:
+            self.net.__enter__()
+            for n in range(1, PLACES + 1):
+                inside, address = self.net.add()
+                yield PLACE.format(
+                    lock=self.folder / f"place{n}", address=address, inside=" ".join(inside)
+                )
 
     def _small_disk(self) -> Path | None:
         """Give the nodes a disk of their own, which can be filled up; only root can."""
@@ -232,6 +272,8 @@ class SoakedRun:
         self.controller.wait(20)
         if self.disk is not None:
             subprocess.run(["umount", str(self.disk)], check=True)
+        if self.net is not None:
+            self.net.__exit__()
 
 
 def _seat(p: psutil.Process) -> str:
@@ -299,6 +341,30 @@ def _full(s: SoakedRun) -> bool:
     return True
 
 
+def _apart(s: SoakedRun, how: str) -> bool:
+    """The ways between one node and all others are gone for a while; all reach the bucket."""
+    agents = s.seats().get("agent", ())
+    if s.net is None or not agents:
+        return False
+    place = re.search(r"addr=[\d.]*\.(\d+)", " ".join(s.rng.choice(agents).cmdline()))
+    assert place is not None
+    number, link = int(place[1]), s.net.link(int(place[1]))
+    others = [s.net.address(n) for n in range(1, PLACES + 1) if n != number]
+
+    def order(which: int) -> None:
+        if how == "wall":
+            ip("link", "set", link, *(("nomaster",), ("master", f"{s.net.name}b"))[which])
+        for address in others if how in APART else ():
+            ip("-n", s.net.space(number), *APART[how][which].format(address).split())
+
+    order(0)
+    try:
+        time.sleep(s.rng.uniform(1.0, 10.0))  # past hang_after_s now and then
+    finally:
+        order(1)
+    return True
+
+
 FLIP = '{"how": "flip", "prefix": "snapshots/parts/", "reads": -1}'
 GONE = '{"how": "gone", "prefix": "snapshots/", "reads": -1}'
 HALF = '{"how": "half", "prefix": "", "reads": -1}'
@@ -325,6 +391,9 @@ SOAK_FAULTS: Kinds = {
     "store drips": (4, lambda s: _order(s, "drip", "", 8.0)),
     "writes delivered twice": (4, lambda s: _order(s, "twice", "", 4.0)),
     "nodes' disk full": (4, _full),
+    "node unreachable": (3, lambda s: _apart(s, "unreachable")),
+    "packets lost one way": (3, lambda s: _apart(s, "one-way")),
+    "packets lost": (3, lambda s: _apart(s, "wall")),
 }
 
 

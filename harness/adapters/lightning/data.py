@@ -53,10 +53,17 @@ class TrainLoader:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("loader", "state_dict", "load_state_dict"):
-            # a state of its own would make Lightning keep a position that is counted differently
+        if name.startswith("__") or name == "loader":
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the run keeps the position. So Lightning does not warn of a loader that
+        cannot go on amid an epoch, and does not keep the state of the script's, whose position is
+        counted differently."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def __iter__(self) -> Iterator[Any]:
         # Lightning begins an iteration once before it is known which rank reads what

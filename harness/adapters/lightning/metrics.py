@@ -193,7 +193,7 @@ class StepLogs:
                     "size": int(getattr(metric, "cumulated_batch_size", 0)),
                     "shown": None
                     if metric._forward_cache is None
-                    else float(metric._forward_cache),
+                    else float(torch.as_tensor(metric._forward_cache).detach()),
                 }
         metrics = {
             name: {

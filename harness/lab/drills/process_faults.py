@@ -129,19 +129,22 @@ class SabotagedStore:
         self._folder.stand("drip", nbytes / DRIP_NBYTES_PER_S)
         return found
 
-    def _write(self, what: str, key: str, do: Callable[[], T]) -> T:
+    def _write(
+        self, what: str, key: str, data: bytes | memoryview, do: Callable[[bytes | memoryview], T]
+    ) -> T:
         for phase, prefix in KEYS.items():
             if key.startswith(prefix):
                 self._folder.hold(phase)
-        if self._folder.orders("twice") and what != "delete":
-            again = threading.Timer(TWICE_S, self._again, (do,))
+        if self._folder.orders("twice"):
+            # the same bytes: the memory of `data` has others by then
+            again = threading.Timer(TWICE_S, self._again, (do, bytes(data)))
             again.daemon = True
             again.start()
-        return self._call(what, key, do)
+        return self._call(what, key, lambda: do(data))
 
-    def _again(self, do: Callable[[], object]) -> None:
+    def _again(self, do: Callable[[bytes], object], data: bytes) -> None:
         with contextlib.suppress(StoreError):
-            do()
+            do(data)
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         def read() -> bytes:
@@ -156,10 +159,10 @@ class SabotagedStore:
         return self._call("get", key, read)
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        self._write("put", key, lambda: self.inner.put(key, data))
+        self._write("put", key, data, lambda some: self.inner.put(key, some))
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
-        return self._write("create", key, lambda: self.inner.create(key, data))
+        return self._write("create", key, data, lambda some: self.inner.create(key, some))
 
     def list(self, prefix: str) -> list[str]:
         return self._call(

@@ -524,6 +524,8 @@ class _Audit:
             elif isinstance(stamped.fact, LeaseTaken):
                 last = None  # launched again: the newest snapshot may belong to the new launch
         if last is None:
+            if newest is not None and ended:
+                return 0, f"no controller led it to its end: {ended} with step {newest.step}"
             return 0, "the run has not ended"
         if last.outcome != "done":
             return 1, f"{last.outcome}: {last.reason}"

@@ -82,6 +82,8 @@ KINDS = {
     # the network between nodes
     "cut": Kind("no node is reached by this one, and it reaches none", (2, 90)),
     "one-way": Kind("what this node sends to the other is lost", (2, 90)),
+    "wall": Kind("no node can make a new connection to this one; those that stand go on", (2, 90)),
+    "island": Kind("neither a node nor the bucket is reached by this one, nor reaches it", (2, 90)),
     "lossy": Kind("lines of this node break again and again", (5, 120)),
     "slow-link": Kind("what this node says over its lines comes late", (5, 120)),
     # the bucket, as one actor has it
@@ -147,8 +149,8 @@ KINDS = {
 }
 # not drawn for every world: who comes while nobody of the run lives takes it over, by design
 OTHER_VERSION = Kind("a person starts a node of another version of this code in the run")
-WALL = Kind("no other node can make a new connection to this one; those that stand go on")
-UNDRAWN = {"other-version": OTHER_VERSION, "wall": WALL}
+UNDRAWN = {"other-version": OTHER_VERSION}
+AT_ONCE = {"island": ("cut", "stalled")}  # kinds that are several
 SPREAD = 15.0  # most faults a minute
 DEATHS = ("power-loss", "crash-agent", "kill-worker")  # in a third of worlds, beside what it has
 # what should keep nobody from anything: neither the node that it befalls, nor others

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness.agent.agent import Agent
@@ -45,6 +45,7 @@ from storage.testing.faulty_store import Crash, corrupt
 from support.clock import speaking
 from support.system import system_checks
 from support.system.fault_plan import (
+    AT_ONCE,
     CONTROLLER,
     EVERYBODY,
     STRIKES,
@@ -315,7 +316,9 @@ class WholeSystem:
                 trouble.note(node.number, fault)
                 strike(self, node, fault)
             else:
-                trouble.begin(fault, node.number, other.number if kind == "one-way" else None)
+                for each in AT_ONCE.get(kind, (kind,)):
+                    whom = other.number if kind == "one-way" else None
+                    trouble.begin(replace(fault, kind=each), node.number, whom)
             self.say(node.number, f"** {kind}" + (f" for {lasts_s:.1f} s" if lasts_s else ""))
             return
         self.say("world", f"** {kind}" + (f" for {lasts_s:.1f} s" if lasts_s else ""))

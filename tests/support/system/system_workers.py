@@ -156,6 +156,7 @@ class Ensemble:
         if not self.workers:
             self.sim.kernel.after(START_TIMEOUT_S, self._start_or_fail, self.actor)
         self.workers[worker.rank] = worker
+        worker.tell(WorkerPhase.START, 0)
         if len(self.workers) == self.epoch.world:
             self._later(self.rng.uniform(0.5, 2.0))
 
