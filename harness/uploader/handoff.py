@@ -18,25 +18,26 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from harness.bucket.journal import Journal
-from harness.bucket.layout import newest_epoch
 from harness.bucket.signed_heads import signed
-from harness.core.decoding import NewerProtocol
-from harness.core.facts import DrainVerdict, Fact, SnapshotCommitted, SnapshotFailed
+from harness.core.facts import DrainVerdict
 from harness.core.masking import keep_secrets
-from harness.core.world import Fenced
-from harness.node.heartbeat import (
-    WAITS_FOR_SNAPSHOTS,
-    ProgressFile,
-    Sign,
-    die_with_parent,
-    tolerate_full_logs,
-)
+from harness.node.heartbeat import die_with_parent, tolerate_full_logs
 from harness.node.heartbeat import read as read_sign
 from harness.uploader.liveness import UploaderHeartbeat
 from harness.uploader.node_tiers import NearbyConfig, NodeTiers
+from harness.uploader.senders import (
+    NICE,
+    Done,
+    InProcessSender,
+    SnapshotSender,
+    _Slot,
+    fact_of,
+    fence,
+    sign_seen,
+)
 from storage.errors import StoreError
 from storage.http_server import DEAF_S, OUT_OF_DESCRIPTORS
 from storage.private_folders import NotOurs, check_caller, is_ours
@@ -45,6 +46,7 @@ from storage.snapshots.pacer import IdlePriority, TrainingSeen, can_come_back
 from storage.snapshots.snapshots import Snapshots
 from storage.snapshots.staging import Segment, Segments, StageFull
 from storage.snapshots.upload import Forecast, Uploader, UploadJob, UploadOutcome
+from storage.stores.bounded_store import once_unread, reader_of
 from storage.stores.objects import ObjectStore
 from storage.stores.store_urls import open_store
 from storage.tiers.tiers import SegmentTier
@@ -56,55 +58,9 @@ HAND_OVER_S = 1.0  # the longest that a trainer waits until a job is in the sock
 PUT_AWAY_S = 1.0  # between two looks whether the agent has given up a silent uploader
 FREE_S = 10.0  # the longest wait for a needed segment that it still reads
 AGENT_ANSWER_S = 2.0  # the agent's timeout, shorter since it must not block
-BUFFERS = 2  # one being sent, one being filled
-NICE = 10
 NEAR_S = 20.0  # the longest that a leaving node waits until its neighbour has copied its data
-Done = Callable[[UploadOutcome], None]
 Free = Callable[[], None]
 FileRange = tuple[str, int, int]  # file, start, end
-
-
-class SnapshotSender(Protocol):
-    """The interface of a session to the sender of its snapshots."""
-
-    def segment(self, nbytes: int) -> Segment:
-        """Return memory for one more snapshot, which the caller owns until it sends it or gives it
-        back. Raises StageFull."""
-
-    def give_back(self, segment: Segment) -> None:
-        """Release a segment that is not needed after all."""
-
-    def send(self, job: UploadJob, segment: Segment, done: Done) -> None:
-        """Hand over a snapshot. `done` is called with the outcome. The segment becomes free then or
-        some time later; get the next one by `segment`."""
-
-    def held(self, ref: Ref) -> dict[str, Any]:
-        """Return where a snapshot lies nearer than in the bucket, in the form that
-        `node_tiers.tiers_for` takes; {}: nowhere."""
-
-    def open_data(self, folder: str, nbytes: int) -> dict[str, Any]:
-        """Open a cache of data to other nodes. Return where theirs are, in the form that
-        `node_tiers.data_peers` takes; {}: nowhere."""
-
-
-def fence(store: ObjectStore) -> Callable[[Ref], None]:
-    """Return a check that raises Fenced for snapshots of a generation (the code's `epoch`) if a
-    newer one exists. It runs before each commit."""
-
-    def check(ref: Ref) -> None:
-        try:
-            newest = newest_epoch(store).epoch
-        except NewerProtocol as e:
-            raise Fenced(
-                f"generation {ref.epoch} is over: newer code has begun another ({e})"
-            ) from e
-        if newest > ref.epoch:
-            raise Fenced(
-                f"generation {ref.epoch} is over: a newer one exists, so its snapshot of step "
-                f"{ref.step} is not committed"
-            )
-
-    return check
 
 
 @contextlib.contextmanager
@@ -119,72 +75,6 @@ def socket_in(folder: Path) -> Iterator[str]:
         yield f"/proc/self/fd/{fd}/socket"
     finally:
         os.close(fd)
-
-
-def sign_seen(sign: Sign | None) -> TrainingSeen | None:
-    """Convert a trainer's heartbeat to what `storage.snapshots.pacer.TrainingWatch` returns."""
-    if sign is None:
-        return None
-    return TrainingSeen(sign.step, sign.place in WAITS_FOR_SNAPSHOTS, sign.step_s)
-
-
-@dataclass
-class _Slot:
-    """A segment and its use. `near`: its snapshot is committed, and is being copied to nearer
-    tiers."""
-
-    segment: Segment
-    busy: bool = False
-    near: bool = False
-
-
-class InProcessSender:
-    """The courier that uploads from the trainer's own process and memory."""
-
-    def __init__(
-        self,
-        store: ObjectStore,
-        on_outcome: Callable[[UploadJob, UploadOutcome], None],
-        progress: ProgressFile | None = None,
-    ):
-        seen = (
-            (lambda where: sign_seen(progress.sign))
-            if progress is not None
-            else (lambda where: None)
-        )
-        self._uploader = Uploader(
-            store, fence(store), on_outcome, line=IdlePriority(NICE), watch=seen
-        )
-        self._slots: list[_Slot] = []
-
-    def segment(self, nbytes: int) -> Segment:
-        self._slots = [s for s in self._slots if s.busy or s.segment.nbytes >= nbytes]
-        for slot in self._slots:
-            if not slot.busy:
-                slot.busy = True
-                return slot.segment
-        if len(self._slots) >= BUFFERS:
-            raise StageFull(f"{BUFFERS} snapshots are on their way already")
-        self._slots.append(_Slot(Segment.anonymous(nbytes).touch(), busy=True))
-        return self._slots[-1].segment
-
-    def give_back(self, segment: Segment) -> None:
-        for slot in self._slots:
-            if slot.segment is segment:
-                slot.busy = False
-
-    def send(self, job: UploadJob, segment: Segment, done: Done) -> None:
-        def landed(outcome: UploadOutcome) -> None:
-            self.give_back(segment)
-            done(outcome)
-
-        self._uploader.submit(job, segment.view, landed)
-
-    def held(self, ref: Ref) -> dict[str, Any]:
-        return {}
-
-    def open_data(self, folder: str, nbytes: int) -> dict[str, Any]:
-        return {}
 
 
 UploaderAnswer = queue.SimpleQueue[dict[str, Any] | None]  # one answer; None: the uploader is gone
@@ -451,28 +341,6 @@ def courier_at(folder: Path, epoch: int, local_rank: int, local: InProcessSender
         return local
 
 
-def fact_of(job: UploadJob, outcome: UploadOutcome) -> Fact:
-    """Return the fact that records a job's outcome."""
-    note, ref = job.note, job.ref
-    if outcome.state != "committed":
-        return SnapshotFailed(ref.step, ref.epoch, outcome.error)
-    commit_s = time.time() - note["t_start"]
-    return SnapshotCommitted(
-        ref.step,
-        ref.epoch,
-        outcome.nbytes,
-        note["stall_s"],
-        commit_s,
-        note["why"],
-        note["t_start"],
-        outcome.weights,
-        outcome.slowdown,
-        outcome.pace,
-        note.get("interval_s", 0.0),
-        note.get("between_losses_s", 0.0),
-    )
-
-
 # The uploader process of a node, which uploads snapshots beside the trainer, and its protocol.
 
 TellLater = Callable[[dict[str, Any]], None]
@@ -677,21 +545,27 @@ class UploadServer:
             kept = self._kept[path]
             kept.busy, kept.ref, kept.parts, kept.tier = True, None, {}, None
 
+        view = kept.segment.view
+
         def landed(outcome: UploadOutcome) -> None:
             in_a_hurry = self._deadline_s is not None and self.uploader.busy()
             near = outcome.state == "committed" and self.nearby.config.keeps and not in_a_hurry
             with self._lock:
-                kept.busy = near
+                kept.busy = near or reader_of(view) is not None
                 if outcome.state in ("committed", "waiting"):
                     kept.ref = job.ref
                     kept.parts = {key: job.files[name] for key, name in outcome.parts.items()}
-            later({"outcome": outcome.to_dict(), "free": not near})
-            if near:
+            later({"outcome": outcome.to_dict(), "free": not kept.busy})
+            if kept.busy:
                 try:
-                    self._fill(kept, job, outcome)
+                    if near:
+                        self._fill(kept, job, outcome)
                 finally:
-                    kept.busy = False
-                    later({"free": True})
+                    once_unread(view, free)
+
+        def free() -> None:
+            kept.busy = False
+            later({"free": True})
 
         self.uploader.submit(
             job, kept.segment.view, landed, lambda forecast: self._expect(forecast, job)

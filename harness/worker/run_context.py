@@ -17,7 +17,7 @@ from harness.core.facts import Fact, Warned
 from harness.core.masking import learn
 from harness.core.mesh import parse_choice
 from harness.core.world import BadInput, whole_replicas
-from harness.uploader.handoff import fact_of
+from harness.uploader.senders import fact_of
 from harness.worker.process_group import Peers
 from storage.canonical_json import BadObject, canonical
 from storage.errors import NotFound, StoreError, StoreUnavailable

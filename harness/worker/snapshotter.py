@@ -26,8 +26,9 @@ from harness.core.facts import SnapshotFailed, SnapshotQuarantined, Warned
 from harness.core.world import BadInput, Fenced, HarnessError
 from harness.node.forkserver import write_error
 from harness.node.heartbeat import WorkerPhase
-from harness.uploader.handoff import InProcessSender, SnapshotSender, courier_at
+from harness.uploader.handoff import courier_at
 from harness.uploader.node_tiers import tiers_for
+from harness.uploader.senders import InProcessSender, SnapshotSender
 from harness.worker import replica_check
 from harness.worker.frozen_weights import Frozen
 from harness.worker.gradients.sharding import drawn_by_shard

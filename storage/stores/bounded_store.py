@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from storage.errors import StoreUnavailable
 from storage.stores.objects import (
     Gate,
@@ -43,6 +45,36 @@ FRESH_S = 5.0  # an answer that came later than its caller waited is good for so
 MOST_UNDER_WAY = 32
 
 
+_WATCH = threading.Lock()
+# memory that calls which were given up may still read: first address, the one behind it, the call
+_still_read: list[tuple[int, int, Call[Any]]] = []
+
+
+def _addresses(memory: memoryview) -> tuple[int, int]:
+    first = int(np.frombuffer(memory, np.uint8).ctypes.data)
+    return first, first + memory.nbytes
+
+
+def reader_of(memory: memoryview) -> Call[Any] | None:
+    """Return a write that was given up and may still read `memory`, which must keep its bytes until
+    then: what is sent late would else be other bytes under the same key. None: there is none."""
+    with _WATCH:
+        _still_read[:] = [one for one in _still_read if not one[2].wait(0)]
+        if not _still_read or not memory.nbytes:
+            return None
+        first, behind = _addresses(memory)
+        return next((call for a, b, call in _still_read if a < behind and first < b), None)
+
+
+def once_unread(memory: memoryview, then: Callable[[], None]) -> None:
+    """Call `then` once no write that was given up reads `memory`: mostly at once."""
+    call = reader_of(memory)
+    if call is None:
+        then()
+    else:
+        call.when_ended(lambda: once_unread(memory, then))
+
+
 class Call(Generic[T]):
     """One call under way in a daemon thread."""
 
@@ -51,6 +83,7 @@ class Call(Generic[T]):
         self._found: T | None = None
         self._error: BaseException | None = None
         self.ended_s = 0.0  # by time.monotonic
+        self._watchers: list[Callable[[], None]] = []
         threading.Thread(target=self._execute, name="store", daemon=True).start()
 
     def _execute(self) -> None:
@@ -59,7 +92,19 @@ class Call(Generic[T]):
         except BaseException as e:
             self._error = e
         self.ended_s = time.monotonic()
-        self._ended.set()
+        with _WATCH:
+            self._ended.set()
+            watchers, self._watchers = self._watchers, []
+        for then in watchers:
+            then()
+
+    def when_ended(self, then: Callable[[], None]) -> None:
+        """Call `then` when it has ended: at once, or from its own thread."""
+        with _WATCH:
+            if not self._ended.is_set():
+                self._watchers.append(then)
+                return
+        then()
 
     def wait(self, seconds: float) -> bool:
         """Return whether it has ended within `seconds`."""
@@ -90,12 +135,14 @@ class CallWaits:
         """Return how long a call that moves so many bytes may take now."""
         return min(MOST_WAIT_S, self._slow * (self._first_s + nbytes / FLOOR_NBYTES_PER_S))
 
-    def call(self, key: str, nbytes: int, do: Callable[[], T]) -> T:
+    def call(
+        self, key: str, nbytes: int, do: Callable[[], T], reads: bytes | memoryview = b""
+    ) -> T:
         """Return what `do` returns, or raise what it raises. Raises StoreUnavailable if it has not
         ended in time, and at once while MOST_GIVEN_UP calls hang."""
         call, wait_s = self.begin(key, do), self.wait_s(nbytes)
         if not call.wait(wait_s):
-            raise self.give_up(call, key, wait_s)
+            raise self.give_up(call, key, wait_s, reads)
         self._slow = max(1.0, self._slow / 2)
         return call.answer()
 
@@ -108,10 +155,15 @@ class CallWaits:
             raise StoreUnavailable(f"{self._url}/{key}: {hang} earlier calls have no answer yet")
         return Call(do)
 
-    def give_up(self, call: Call[Any], key: str, wait_s: float) -> StoreUnavailable:
-        """Return the error of a call that nobody waits for any more."""
+    def give_up(
+        self, call: Call[Any], key: str, wait_s: float, reads: bytes | memoryview = b""
+    ) -> StoreUnavailable:
+        """Return the error of a call that nobody waits for any more. `reads`: what it sends."""
         with self._lock:
             self._given_up.append(call)
+        if isinstance(reads, memoryview) and reads.nbytes:
+            with _WATCH:
+                _still_read.append((*_addresses(reads), call))
         self._slow = min(SLOWEST, self._slow * 2)
         return StoreUnavailable(f"{self._url}/{key}: no answer within {wait_s:.1f} s")
 
@@ -134,7 +186,8 @@ class Bounded:
         return self._call(key, nbytes, self.inner.get, key, start, end)
 
     def put(self, key: str, data: bytes | memoryview) -> None:
-        self._call(key, memoryview(data).nbytes, self.inner.put, key, data)
+        nbytes = memoryview(data).nbytes
+        self._bounds.call(key, nbytes, lambda: self.inner.put(key, data), data)
 
     def put_paced(self, key: str, data: bytes | memoryview, gate: Gate) -> None:
         """Write like `put`. The bound counts from the last piece; time at the gate is not the
@@ -158,11 +211,12 @@ class Bounded:
         while not call.wait(min(1.0, wait_s)):
             if time.monotonic() - moved_s > wait_s:
                 given_up = True
-                raise self._bounds.give_up(call, key, wait_s)
+                raise self._bounds.give_up(call, key, wait_s, data)
         call.answer()
 
     def create(self, key: str, data: bytes | memoryview) -> bool:
-        return self._call(key, memoryview(data).nbytes, self.inner.create, key, data)
+        nbytes = memoryview(data).nbytes
+        return self._bounds.call(key, nbytes, lambda: self.inner.create(key, data), data)
 
     def list(self, prefix: str) -> list[str]:
         return self._call(prefix, UNSIZED_NBYTES, self.inner.list, prefix)

@@ -19,7 +19,7 @@ from harness.core.world import REFUSED, Fenced, WrongProtocol
 from harness.rendezvous.membership import PeerHeartbeats
 from harness.rendezvous.peer_heartbeats import PeerStatus
 from harness.rendezvous.rendezvous import Rendezvous
-from harness.uploader.handoff import fence
+from harness.uploader.senders import fence
 from storage.snapshots.manifest import Ref
 from storage.stores.folder_store import MemoryStore
 from storage.stores.store_urls import open_store

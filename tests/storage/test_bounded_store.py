@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from storage.errors import NotFound, StoreUnavailable
-from storage.stores.bounded_store import Bounded, CallWaits, Prompt
+from storage.stores.bounded_store import Bounded, CallWaits, Prompt, once_unread, reader_of
 from storage.stores.folder_store import MemoryStore
 from storage.stores.retries import Retrying
+from support.worlds import until
 
 MOST_S = 5.0  # no step of these tests may take longer
 
@@ -207,3 +208,22 @@ def test_last_words_may_wait(hanging: Hanging):
     store.allow(MOST_S)
     store.put("last", b"words")
     assert hanging.inner.get("last") == b"words"
+
+
+@pytest.mark.parametrize("name", ["put", "create", "put_paced"])
+def test_memory_is_read_until_a_write_that_was_given_up_has_ended(hanging: Hanging, name: str):
+    """Else its next owner's bytes would be sent under the old key."""
+    bounded = Bounded(hanging, CallWaits(hanging.url, 0.2))
+    segment, freed = memoryview(bytearray(b"0123456789")), list[str]()
+    hanging.hangs = {"put": 1, "create": 1}
+    more = [lambda nbytes: True] if name == "put_paced" else []
+    with pytest.raises(StoreUnavailable, match="no answer"):
+        getattr(bounded, name)("a", segment[2:6], *more)
+    assert reader_of(segment) is reader_of(segment[5:8]) is not None
+    assert reader_of(segment[:2]) is reader_of(segment[6:]) is reader_of(segment[3:3]) is None
+    once_unread(segment[:2], lambda: freed.append("beside"))
+    once_unread(segment, lambda: freed.append("whole"))
+    assert freed == ["beside"]
+    hanging.go.set()
+    until(lambda: freed == ["beside", "whole"], within_s=MOST_S)
+    assert reader_of(segment) is None

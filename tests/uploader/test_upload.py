@@ -29,6 +29,8 @@ from storage import MemoryStore, Snapshots, StoreError, open_store
 from storage.errors import StoreUnavailable
 from storage.snapshots.staging import Segment, Stage, StageFull
 from storage.snapshots.upload import Unchanged, Uploader, UploadJob, UploadOutcome, forecast
+from storage.stores.bounded_store import Bounded, CallWaits
+from storage.stores.retries import Retrying
 from storage.tiers.folder_tier import FolderTier
 from storage.tiers.tiers import blocks_of_part
 from support import worlds
@@ -186,6 +188,36 @@ def served(tmp_path, store, budget_nbytes=1 << 20):
     finally:
         server.stop()
         stage.close()
+
+
+def test_a_segment_is_not_filled_anew_while_a_late_write_may_read_it(tmp_path):
+    """A part's first write hangs, its second one commits."""
+    gate, late = threading.Event(), list[str]()
+
+    class Late(MemoryStore):
+        def put(self, key, data):
+            if "/parts/" in key and not late:
+                late.append(key)
+                assert gate.wait(WAIT_S)
+            super().put(key, data)
+
+    inner = Late(objects={})
+    store = Retrying(Bounded(inner, CallWaits(inner.url, 0.2)))
+    with served(tmp_path, store) as (folder, _):
+        local = InProcessSender(store, lambda job, outcome: None)
+        remote, told = UploaderClient(folder, 1, 0, local), Told()
+        segment = remote.segment(4000)
+        segment.view[:] = VIEW[:4000]
+        remote.send(job(), segment, told)
+        assert told.wait().state == "committed"
+        other = remote.segment(4000)
+        assert other.path != segment.path
+        remote.give_back(other)
+        content = inner.get(late[0])
+        gate.set()
+        until(lambda: remote.segment(4000) is segment)
+        segment.view[:] = bytes(4000)
+        assert inner.get(late[0]) == content != bytes(len(content))
 
 
 def test_a_session_hands_over_and_reads_its_parts_back(tmp_path):

@@ -33,7 +33,7 @@ from harness.look.trackers.publisher import publisher_of
 from harness.look.trackers.tracker_stream import StreamWriter
 from harness.look.trackers.trackers import Publisher
 from harness.rendezvous.peer_heartbeats import HeartbeatProtocol
-from harness.uploader.handoff import fence
+from harness.uploader.senders import fence
 from harness.worker import boundary
 from storage.errors import NotFound, StoreError
 from storage.snapshots.reader_leases import Watch
