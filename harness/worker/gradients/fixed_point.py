@@ -415,7 +415,6 @@ class Counting:
         self._told = torch.zeros(
             2, len(self.scales.exponents), dtype=torch.int64, device=self.device
         )
-        self._peaks = self._told[0].view(torch.float64)
         self._found: list[float] = []  # the peaks over all ranks, once `agree` has run
         self._seen: set[int] = set()  # in this micro-batch
         # Parameters whose gradients come in several parts for one micro-batch, on any rank: by
@@ -425,6 +424,11 @@ class Counting:
         self._new_parts: set[int] = set()
         self._repeats = 0
         self.verdict: RoundingVerdict | None = None  # None: not all micro-batches are done
+
+    @property
+    def _peaks(self) -> torch.Tensor:
+        """The greatest |gradient| of each parameter of the whole model in this step, float64."""
+        return self._told[0].view(torch.float64)
 
     @property
     def integers(self) -> torch.dtype:

@@ -132,7 +132,7 @@ def _table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Ten
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Which program has which block of tensors of certain sizes."""
+    """The blocks of tensors of certain sizes, one for each program."""
 
     begins: list[int]  # of each tensor, where they lie one after the other
     aligned: bool  # whether each begins there at a multiple of 16 bytes

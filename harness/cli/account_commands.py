@@ -1,10 +1,10 @@
-"""`harness image`: the Dockerfile of an image with everything that a task's setup installs, so that
-a node need not.
+"""Commands about the machines of an account: `harness guard` lists what is alive and ends what is
+forgotten, `harness image` writes the Dockerfile of what nodes start from.
 
-The folder that it writes is what `docker build` is given. The image has torch, the wheel of this
-very package and the script's requirements in a venv, and the mark there that the setup of `harness
-init` looks for: with the same torch and wheel a node's setup does nothing, with a newer wheel it
-installs that alone.
+The folder that `harness image` writes is what `docker build` is given. The image has torch, the
+wheel of this very package and the script's requirements in a venv, and the mark there that the
+setup of `harness init` looks for: with the same torch and wheel a node's setup does nothing, with a
+newer wheel it installs that alone.
 """
 
 from __future__ import annotations
@@ -17,12 +17,95 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.cli.common import DONE
+from rich import box
+from rich.table import Table
+
+from harness.cli.common import DONE, FAILED, is_final, sky_broker
+from harness.clouds.account import Alive, alive, end
 from harness.clouds.own_wheel import WHEELS, keep_wheel
+from harness.clouds.sky_broker import SkyError
 from harness.core.flags import flag, positional
 from harness.core.input_files import output_folder, yaml_given
 from harness.core.world import BadInput
+from storage.errors import StoreError
+from storage.stores.store_urls import open_store
+from storage.terminal_text import Console
 
+
+# ---- harness guard -------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class GuardFlags:
+    end: str = flag("", "names of clusters to end, with commas", metavar="NAMES")
+    end_idle: bool = flag(False, "end what costs money for nothing: no job, or a run that is over")
+    timeout_s: float = flag(600.0, "how long to wait until what is ended is gone")
+
+
+def guard(flags: GuardFlags) -> int:
+    """List every cluster of the account: cost, owner, what works there, what ends it."""
+    sky, console = sky_broker("guard"), Console()
+    try:
+        found = alive(sky, _has_ended)
+        show(found, console)
+        names = [name.strip() for name in flags.end.split(",") if name.strip()]
+        if unknown := sorted(set(names) - {one.name for one in found}):
+            raise BadInput(f"--end: wanted names of the list above, found {', '.join(unknown)}")
+        if flags.end_idle:
+            names += [one.name for one in found if one.forgotten and one.name not in names]
+        if not names:
+            return FAILED if any(one.forgotten for one in found) else DONE
+        ended = end(sky, names, flags.timeout_s)
+    except SkyError as e:
+        console.print(f"SkyPilot refused: {e}", markup=False, highlight=False, soft_wrap=True)
+        return FAILED
+    finally:
+        sky.close()
+    console.print(f"Ended: {', '.join(ended) or 'none'}.")
+    return DONE
+
+
+def _has_ended(url: str) -> bool | None:
+    try:
+        return is_final(open_store(url))
+    except (StoreError, BadInput):
+        return None
+
+
+def show(found: list[Alive], console: Console) -> None:
+    """Print what is alive, and what of it costs money for nothing."""
+    if not found:
+        console.print("SkyPilot knows of no cluster. (Machines made by hand are not seen here.)")
+        return
+    table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
+    for column in ("cluster", "owner", "hours", "$/h", "$", "works", "ends by itself"):
+        table.add_column(column, justify="right" if column in ("hours", "$/h", "$") else "left")
+    for one in found:
+        works = one.idle or ("its run is over" if one.over else one.job or "is being launched")
+        lease = "never" if one.lease_min is None else f"{one.lease_min} min after its job"
+        table.add_row(
+            one.name,
+            one.owner,
+            f"{one.hours:.1f}",
+            "?" if one.usd_per_h is None else f"{one.usd_per_h:.2f}",
+            "?" if one.usd is None else f"{one.usd:.2f}",
+            works,
+            lease,
+        )
+    console.print(table)
+    hourly = sum(one.usd_per_h or 0.0 for one in found)
+    console.print(f"{len(found)} clusters, {hourly:.2f} USD an hour.", highlight=False)
+    for one in found:
+        if one.forgotten:
+            console.print(
+                f"FORGOTTEN: {one.name} ({one.where}): {one.idle or 'its run is over'}"
+                + (f"; run {one.run}" if one.run else "")
+                + f". End it: harness guard --end {one.name}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+
+
+# ---- harness image -------------------------------------------------------------------------------
 PLACE = "/opt/spotharness"  # the image's venv, which a task names in its variable VENV
 EXTRA = re.compile(r"[a-z]+(,[a-z]+)*")
 PACKAGES = "build-essential ca-certificates curl fuse git openssh-server patch rsync socat sudo"
