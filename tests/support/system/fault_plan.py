@@ -442,7 +442,7 @@ class ActiveFaults:
         elif fault.lasts_s:
             if actor.startswith("agent"):
                 self._kernel.pause(actor, fault.lasts_s)
-            self.last_s = self._kernel.now_s + fault.lasts_s
+            self.last_s = max(self.last_s, self._kernel.now_s + fault.lasts_s)
             self._kernel.sleep(fault.lasts_s)
         else:
             raise Crash
