@@ -151,6 +151,9 @@ KINDS = {
 OTHER_VERSION = Kind("a person starts a node of another version of this code in the run")
 UNDRAWN = {"other-version": OTHER_VERSION}
 AT_ONCE = {"island": ("cut", "stalled")}  # kinds that are several
+# while which the bucket tells a node nothing
+DEAF = ("silent", "unheard", "expired", "stalled", "unanswered",
+        "silent-to-all", "refused-to-all", "stalled-to-all")  # fmt: skip
 SPREAD = 15.0  # most faults a minute
 DEATHS = ("power-loss", "crash-agent", "kill-worker")  # in a third of worlds, beside what it has
 # what should keep nobody from anything: neither the node that it befalls, nor others
@@ -442,7 +445,7 @@ class ActiveFaults:
         elif fault.lasts_s:
             if actor.startswith("agent"):
                 self._kernel.pause(actor, fault.lasts_s)
-            self.last_s = self._kernel.now_s + fault.lasts_s
+            self.last_s = max(self.last_s, self._kernel.now_s + fault.lasts_s)
             self._kernel.sleep(fault.lasts_s)
         else:
             raise Crash

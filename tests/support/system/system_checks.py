@@ -192,9 +192,11 @@ class MeshChecker:
 class FencingChecker:
     """Old worlds cannot spoil new ones: epochs are created in order and once, and nothing of an
     older epoch is committed once a newer one goes on from its own snapshot. What is under way may
-    land for `grace_s` more."""
+    land for `grace_s` more. An older one trains on, by design, while the bucket answers none of its
+    nodes: `deaf_s(epoch)` is until when; from then on it has `grace_s`."""
 
     grace_s: float
+    deaf_s: Callable[[int], float]
     newest: int = 0
     resumed_s: float = 0.0  # since then the newest epoch exists
 
@@ -213,7 +215,9 @@ class FencingChecker:
                 f"fenced: snapshot {ref} was committed at {event.t:.1f} s, though epoch "
                 f"{self.newest} exists since {self.resumed_s:.1f} s"
             )
-        if isinstance(event, Stepped) and event.epoch < self.newest:
+        if not isinstance(event, Stepped) or event.epoch >= self.newest:
+            return
+        if event.t > self.deaf_s(event.epoch) + self.grace_s:
             raise Violation(
                 f"fenced: epoch {event.epoch} did step {event.step} at {event.t:.1f} s, though "
                 f"epoch {self.newest} exists since {self.resumed_s:.1f} s"

@@ -47,6 +47,7 @@ from support.system import system_checks
 from support.system.fault_plan import (
     AT_ONCE,
     CONTROLLER,
+    DEAF,
     EVERYBODY,
     STRIKES,
     ActiveFaults,
@@ -198,7 +199,7 @@ class WholeSystem:
             system_checks.WholeSnapshot(store),
             *([system_checks.MeshChecker(self.meshes)] if self.meshes else []),
             system_checks.GreatestCommitted(store),
-            system_checks.FencingChecker(grace_s=100.0),
+            system_checks.FencingChecker(grace_s=100.0, deaf_s=self._deaf_s),
             system_checks.EveryStepOnce(
                 store, digest, 2 * micro, identity(micro, self.setting.total_steps)
             ),
@@ -211,6 +212,11 @@ class WholeSystem:
             system_checks.StreamedOnce(store),
             self.alive,
         ]
+
+    def _deaf_s(self, epoch: int) -> float:
+        """Until when the bucket answered none of this epoch's nodes."""
+        nodes = {w.node.number: w.node for w in self.teams[epoch].workers.values()}
+        return min(max(self.trouble.over_s(kind, n) for kind in DEAF) for n in nodes.values())
 
     def _gentle(self) -> bool:
         return all(f.kind == "notice" and f.lasts_s >= GENTLE_S for f in self.faults)
