@@ -28,7 +28,7 @@ from harness.core.facts import Chain, ChainReader, Fact, Stamped
 from harness.core.signing import RunKey
 from harness.core.step_records import Columns
 from storage.errors import NotFound
-from storage.stores.objects import ObjectStore, get_each
+from storage.stores.objects import ObjectStore, get_each, read_whole, refuse_part
 
 Listener = Callable[[Stamped], None]
 
@@ -90,9 +90,10 @@ class Journal:
 
     def _is_ours(self, key: str, data: bytes) -> None:
         """Check that the existing segment is ours, from a flush without an answer. Raises
-        RuntimeError if another process wrote it."""
+        RuntimeError if another process wrote it; StoreUnavailable if only a part of it came."""
         with contextlib.suppress(NotFound):  # it was ours, and is archived by now
-            if self.store.get(key) != data:
+            if (found := self.store.get(key)) != data:
+                refuse_part(self.store, key, found)
                 raise RuntimeError(
                     f"{key}: another process writes under the same name; writers must be unique"
                 )
@@ -183,6 +184,22 @@ class Follower:
                 self._seen[writer] = {n for n in self._seen[writer] if n >= cursor.next}
 
 
+def records_to(store: ObjectStore, key: str, head: str) -> list[rec.StepRecord]:
+    """Return the records of one object, of which the last has the hash `head`. Raises NotFound,
+    step_records.BrokenRecords, StoreError."""
+
+    def decode(data: bytes) -> list[rec.StepRecord]:
+        records = rec.decode(data, key)
+        if not records or records[-1].h != head:
+            raise rec.BrokenRecords(
+                f"{key}: wanted records that end in {head[:16]}, found others; `harness prove "
+                "verify` tells more"
+            )
+        return records
+
+    return read_whole(store, key, decode)
+
+
 def read_records(
     store: ObjectStore, head_key: str, head: str, genesis: str
 ) -> list[rec.StepRecord]:
@@ -196,13 +213,9 @@ def read_records(
     key, want = head_key, head
     while want != genesis:
         try:
-            part = rec.decode(store.get(key), key)
+            part = records_to(store, key, want)
         except NotFound:
             raise rec.BrokenRecords(f"{key}: missing, but later records follow from it") from None
-        if not part or part[-1].h != want:
-            raise rec.BrokenRecords(
-                f"{key}: does not end with record {want[:16]} that its successor follows"
-            )
         parts.append(part)
         want = part[0].prev
         if want != genesis:

@@ -17,7 +17,14 @@ from tenacity import (
 )
 
 from storage.errors import NotFound, StoreRefused, StoreUnavailable
-from storage.stores.objects import abort_stale_uploads, folders, put_paced, read_into, reads_at_once
+from storage.stores.objects import (
+    abort_stale_uploads,
+    folders,
+    put_paced,
+    read_into,
+    reads_at_once,
+    refuse_part,
+)
 
 if TYPE_CHECKING:
     from storage.errors import StoreError
@@ -145,7 +152,10 @@ class Retrying:
             # An earlier try of ours may have succeeded without an answer: then the object holds
             # exactly our bytes.
             try:
-                return self.inner.get(key) == data
+                if (found := self.inner.get(key)) == data:
+                    return True
+                refuse_part(self.inner, key, found)
+                return False
             except NotFound:
                 # deleted meanwhile, whoever created it: the key is free, so try again
                 raise StoreUnavailable(

@@ -17,7 +17,7 @@ from harness.bucket.journal import Follower, Journal
 from harness.bucket.volumes import DamagedArchive
 from harness.core import facts as f
 from harness.core import step_records
-from storage.errors import NotFound
+from storage.errors import NotFound, StoreUnavailable
 from storage.stores.folder_store import FileStore, MemoryStore
 from support.archives import names
 from support.half_store import HalfAtFirst
@@ -489,3 +489,14 @@ def test_the_keeper_archives_everything_at_once(tmp_path):
 # ---- audits --------------------------------------------------------------------------------------
 
 
+
+
+def test_half_of_our_own_segment_is_not_another_writer() -> None:
+    store = HalfAtFirst("half-segment")
+    journal = Journal(store, "agent-a", lambda: 0.0)
+    journal.record(f.AgentEnded("a", 0, ""))
+    store.put("facts/agent-a/000000.jsonl", (journal._pending[0] + "\n").encode())
+    with pytest.raises(StoreUnavailable, match="found"):
+        journal.flush()
+    journal.flush()
+    assert not journal._pending

@@ -49,9 +49,11 @@ def test_what_once_broke_a_rule_holds(seed: str) -> None:
     third failure (702636); failures that added up though nodes had trained between them (703866);
     a script that ended with 0 while no snapshot could be read (707222); half of a member's object,
     twice; a snapshot that was asked for beside one in flight, from a node whose bucket answered
-    403: training stood until it answered. And by rules that took a fault to be over while it was
-    not: the longer of two pauses of uploads, which struck together (61000695); and that of a node
-    that nothing reached for 125 s, and which trained on alone meanwhile (62300364)."""
+    403: training stood until it answered; half of an agent's own segment of facts, read back after
+    a write without an answer (62300497); half of the step records that are published (65900286).
+    And by rules that took a fault to be over while it was not: the longer of two pauses of uploads,
+    which struck together (61000695); and that of a node that nothing reached for 125 s, and which
+    trained on alone meanwhile (62300364)."""
     of = WORLDS[seed]["setting"]
     of["interval"] = Interval(**of["interval"])
     of["offers"] = tuple(Offer(**offer) for offer in of["offers"])

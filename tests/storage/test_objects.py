@@ -818,3 +818,13 @@ def test_a_secret_in_a_folder_is_for_its_owner_only(tmp_path):
     assert modes[0] == 0o600 and modes[1] & 0o400
     store.put("rdzv/secret.json", b"[]")
     assert (tmp_path / "run/rdzv/secret.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_write_without_an_answer_is_ours_though_half_of_it_is_read_back() -> None:
+    class Unheard(HalfAtFirst):
+        def create(self, key: str, data: bytes | memoryview) -> bool:
+            if super().create(key, data):
+                raise StoreUnavailable("done, and not heard")
+            return False
+
+    assert Retrying(Unheard("unheard")).create("a", b"ours")

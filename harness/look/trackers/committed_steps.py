@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.bucket.journal import records_to
 from harness.bucket.layout import SAMPLES
 from harness.core import step_records
 from harness.core import step_records as rec
@@ -42,12 +43,7 @@ def committed(
     key, want, genesis = named.key, named.head, rec.genesis(info.identity)
     parts: list[list[rec.StepRecord]] = []
     while True:
-        part = rec.decode(store.get(key), key)
-        if not part or part[-1].h != want:
-            raise rec.BrokenRecords(
-                f"{key}: wanted records that end in {want[:16]}, found others; `harness prove "
-                "verify` tells more"
-            )
+        part = records_to(store, key, want)
         parts.append([r for r in part if r.step >= first])
         # a late publisher needs only the beginning; do not hold the rest
         if sum(map(len, parts)) > 2 * limit:
@@ -126,9 +122,7 @@ class Lineage:
         parts: list[_Part] = []
         by_head: dict[str, str] = {}
         while want != genesis and want not in ends:
-            records = rec.decode(self.store.get(key), key)
-            if not records or records[-1].h != want:
-                raise rec.BrokenRecords(f"{key}: wanted records that end in {want[:16]}")
+            records = records_to(self.store, key, want)
             parts.append(_part(records))
             want = records[0].prev
             if want != genesis and want not in ends:
