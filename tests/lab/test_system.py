@@ -50,7 +50,9 @@ def test_what_once_broke_a_rule_holds(seed: str) -> None:
     a script that ended with 0 while no snapshot could be read (707222); half of a member's object,
     twice; a snapshot that was asked for beside one in flight, from a node whose bucket answered
     403: training stood until it answered; workers that hung three times on each of two nodes, at
-    one step, which nobody had written down as a reason to end (63700320)."""
+    one step, which nobody had written down as a reason to end (63700320); a newcomer that was
+    invited by a node whose bucket did not answer, and whose snapshot both then waited for
+    (65900470)."""
     of = WORLDS[seed]["setting"]
     of["interval"] = Interval(**of["interval"])
     of["offers"] = tuple(Offer(**offer) for offer in of["offers"])
