@@ -105,6 +105,7 @@ class EpochTimes:
     entered_s: float = 0.0
     absent: set[str] = field(default_factory=set)  # members of it that are gone or dead
     lost_ways: LostWays = field(default_factory=LostWays)
+    unanswered_s: float = -float("inf")  # when the bucket last did not answer in time
     first_end_s: float | None = None  # when the first of our workers ended
     peer_left_s: float | None = None
     waiting_since_s: float | None = None  # since when a member has waited to join
@@ -299,11 +300,13 @@ class Agent:
         if code is None and self._due.now("tick", now, timing.tick_s):
             self._lines.changed.clear()
             # training goes on while the bucket does not answer
-            with contextlib.suppress(StoreUnavailable):
+            try:
                 self._run.tell_doubt(self._node, self._node.doubtful(self._host.wall()))
                 self._heed_leader(now)
                 in_epoch = self._node.life is NodePhase.IN
                 code = self._watch_peers(now) if in_epoch else self._seek_epoch(now)
+            except StoreUnavailable:
+                self._stay.unanswered_s = now
         if self._due.now("flush", now, timing.flush_s):
             self._workers.mark.write_again()
             for died in [*self._helpers.look(now), *self._uploads.look(now)]:
@@ -592,13 +595,15 @@ class Agent:
 
     def _invite(self, now: float, everybody: list[Member]) -> None:
         """Request a bigger world if we are the first living member of the generation and a member
-        that fits waits to join."""
+        that fits waits to join. Not while the bucket does not answer: our workers would wait for a
+        snapshot that cannot be committed."""
         stay, epoch = self._stay, self._stay.epoch
         alive = [m for m in everybody if m.state not in ("gone", "dead")]
         first = next((n for n in epoch.members if any(m.member == n for m in alive)), None)
         waiting = self.rendezvous.waiting(epoch, alive)
         grows = self.rendezvous.would_grow(epoch, waiting, self._run.room())
-        if first != self.name or not grows:
+        blind = now - stay.unanswered_s <= self.config.timing.dead_s
+        if first != self.name or not grows or blind:
             stay.waiting_since_s = None
             return
         stay.waiting_since_s = stay.waiting_since_s or now

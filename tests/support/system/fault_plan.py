@@ -22,13 +22,14 @@ from support.system.system_bucket import patience_of
 
 if TYPE_CHECKING:
     from storage.stores.retries import Patience
-    from support.system.system_node import SimNode
+    from support.system.system_node import SimNode, SimWorker
     from support.system.system_run import WholeSystem
     from support.system.virtual_time import Kernel
 
 # Which faults a simulated run may name as the reason of a bad end. Pure.
 
 SCRIPT = r"crash loop: .* (\d+) times .*\(after step (\d+)\): ([^.]*)\. "
+HUNG = r"hung (\d+) times, the last time after step (\d+), where a node before it was worn out too"
 UNREADABLE = r"none of its snapshots can be used|its newest \d+ snapshots cannot be used"
 TOGETHER_S = 120.0  # two hosts that read at most this long after another can agree
 WORDS = {"RuntimeError: simulated: the script raises": "fail-script", "SIGKILL": "kill-worker"}
@@ -58,10 +59,18 @@ class FaultLog:
             times, step, failure = int(found[1]), int(found[2]), found[3]
             kind = WORDS.get(failure)
             return len({b.epoch for b in self.all if (b.kind, b.step) == (kind, step)}) >= times
+        if found := re.search(HUNG, reason):
+            return len(self._worn_out(int(found[1]), int(found[2]))) >= 2
         if re.search(UNREADABLE, reason):  # one host is not believed
             times_s = sorted(self.misread.values())
             return any(b - a <= TOGETHER_S for a, b in itertools.pairwise(times_s))
         return False
+
+    def _worn_out(self, times: int, step: int) -> set[int]:
+        """Return the attempts whose workers hung in so many epochs, once after this step."""
+        hung = [b for b in self.all if b.kind == "hang-worker"]
+        epochs = {b.attempt: {o.epoch for o in hung if o.attempt == b.attempt} for b in hung}
+        return {b.attempt for b in hung if b.step == step and len(epochs[b.attempt]) >= times}
 
     def __str__(self) -> str:
         return "; ".join(
@@ -271,14 +280,19 @@ def _jump(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
 
 def _kill_worker(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
     for worker in node.pool.all[fault.other % 2 : 1 + fault.other % 2]:
-        if worker.at_work:
-            step = worker.signs.sign.step if worker.signs.sign else 0
-            whole.struck("kill-worker", node, worker.epoch.epoch, step)
+        _struck(whole, "kill-worker", worker)
         worker.exit(-9)
+
+
+def _struck(whole: WholeSystem, kind: str, worker: SimWorker) -> None:
+    if worker.at_work:
+        step = worker.signs.sign.step if worker.signs.sign else 0
+        whole.struck(kind, worker.node, worker.epoch.epoch, step)
 
 
 def _hang_worker(whole: WholeSystem, node: SimNode, fault: Fault) -> None:
     for worker in node.pool.all[:1]:
+        _struck(whole, "hang-worker", worker)
         worker.stuck = True
         whole.kernel.after(fault.lasts_s, worker.come_to)
 
