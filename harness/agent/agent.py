@@ -590,7 +590,8 @@ class Agent:
         known = [p.member for p in peers if p.state == "in" and self._lines.heard(p.member).seen]
         ways.look(known, self._lines.reached() or (), now)
         lost = ways.longer_than(most_s, now)
-        waits = all(w.pulse.awaited_s(now) > most_s for w in self._workers.all)
+        ours = list(self._workers.all)
+        waits = ours and all(w.pulse.awaited_s(now) > most_s for w in ours)
         return lost if waits else []
 
     def _invite(self, now: float, everybody: list[Member]) -> None:

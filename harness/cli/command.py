@@ -51,8 +51,8 @@ EXAMPLES = """examples:
   harness launch train.yaml --cloud sky --run s3://BUCKET/runs/x --budget-usd 50
   harness status s3://BUCKET/runs       list the runs there
 
-`harness guard` lists what is alive in your account, whatever its run; `harness image` makes an
-image from which nodes start fast.
+`harness guard` lists what is alive in your account, whatever its run;
+`harness image` makes an image from which nodes start fast.
 `harness help all` lists every command, `harness help COMMAND` explains one."""
 UNLISTED = ("guard", "image")  # not among the names at the top of `--help`, which are enough
 SYNONYMS = {  # words of other tools, and what they mean here
