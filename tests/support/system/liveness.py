@@ -35,6 +35,7 @@ class Liveness:
     def __init__(self, sim: WholeSystem):
         self._sim, self._kernel = sim, sim.kernel
         self._trained_s = 0.0  # when anybody last did a step
+        self._told: list[tuple[SimNode, float]] = []  # who was told something, and when
         self._able_s: float | None = None  # since when there are healthy members enough
         self._kernel.after(LOOK_S, self._look)
 
@@ -46,10 +47,12 @@ class Liveness:
 
     # ---- what agents are told --------------------------------------------------------------------
     def told(self, node: SimNode) -> None:
-        self._kernel.after(HEARD_S, lambda: self._heard(node, self._kernel.now_s - HEARD_S))
+        self._told.append((node, since_s := self._kernel.now_s))
+        self._kernel.after(HEARD_S, lambda: self._heard(node, since_s))
 
     def _heard(self, node: SimNode, since_s: float) -> None:
-        if node.tell is None or not node.runs() or node.agent._hearing.inbox.empty():
+        later = sum(one is node and at_s > since_s for one, at_s in self._told)
+        if node.tell is None or not node.runs() or node.agent._hearing.inbox.qsize() <= later:
             return
         again_s = self._kernel.paused_s(node.actor) + HEARD_S - self._kernel.now_s
         if again_s > 0:  # its process stands still
