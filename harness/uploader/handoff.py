@@ -550,13 +550,15 @@ class UploadServer:
         def landed(outcome: UploadOutcome) -> None:
             in_a_hurry = self._deadline_s is not None and self.uploader.busy()
             near = outcome.state == "committed" and self.nearby.config.keeps and not in_a_hurry
+            # told the segment is free, the trainer may send the next snapshot from it at once
+            stays = near or reader_of(view) is not None
             with self._lock:
-                kept.busy = near or reader_of(view) is not None
+                kept.busy = stays
                 if outcome.state in ("committed", "waiting"):
                     kept.ref = job.ref
                     kept.parts = {key: job.files[name] for key, name in outcome.parts.items()}
-            later({"outcome": outcome.to_dict(), "free": not kept.busy})
-            if kept.busy:
+            later({"outcome": outcome.to_dict(), "free": not stays})
+            if stays:
                 try:
                     if near:
                         self._fill(kept, job, outcome)

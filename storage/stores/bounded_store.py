@@ -11,6 +11,7 @@ that was given up is asked for its answer by the next call that is the same.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -48,6 +49,16 @@ MOST_UNDER_WAY = 32
 _WATCH = threading.Lock()
 # memory that calls which were given up may still read: first address, the one behind it, the call
 _still_read: list[tuple[int, int, Call[Any]]] = []
+
+
+def _forget() -> None:
+    """In a process that was forked: the calls' threads are not there, nor who held the lock."""
+    global _WATCH
+    _WATCH = threading.Lock()
+    _still_read.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _addresses(memory: memoryview) -> tuple[int, int]:
