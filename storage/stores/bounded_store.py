@@ -52,7 +52,7 @@ _still_read: list[tuple[int, int, Call[Any]]] = []
 
 
 def _forget() -> None:
-    """In a process that was forked: the calls' threads are not there, nor who held the lock."""
+    """Begin anew in a forked process: the calls' threads are not there, nor who held the lock."""
     global _WATCH
     _WATCH = threading.Lock()
     _still_read.clear()
