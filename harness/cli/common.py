@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import os
 import random
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,6 +162,38 @@ def sky_broker(url: str) -> Broker:
     from harness.clouds.sky_broker import Broker
 
     return Broker(os.environ, state_dir(url, "sky-logs") / "broker.log")
+
+
+@contextlib.contextmanager
+def done_beside(
+    name: str,
+    do: Callable[[], object],
+    *,
+    every_s: float,
+    end_within_s: float,
+    at_once: bool = False,
+    at_end: bool = True,
+) -> Iterator[None]:
+    """Call `do`, which raises nothing, from time to time while entered, in a thread of that `name`:
+    also `at_once` and `at_end`, if asked. A call that takes longer than `end_within_s` at the end
+    is left alone."""
+    over = threading.Event()
+
+    def from_time_to_time() -> None:
+        if at_once:
+            do()
+        while not over.wait(every_s):
+            do()
+        if at_end:
+            do()
+
+    thread = threading.Thread(target=from_time_to_time, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(end_within_s)
 
 
 def state_dir(url: str, what: str = "local-cloud") -> Path:

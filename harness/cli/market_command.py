@@ -20,7 +20,15 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from harness.cli.common import DONE, FAILED, cache_dir, existing_store, names_of, task_resources
+from harness.cli.common import (
+    DONE,
+    FAILED,
+    cache_dir,
+    done_beside,
+    existing_store,
+    names_of,
+    task_resources,
+)
 from harness.clouds.live_prices import MarketUrls, ask_clouds
 from harness.clouds.sky_broker import OFFERS_TIMEOUT_S, Broker, SkyError
 from harness.clouds.skypilot import has_spot_market, to_offer
@@ -184,24 +192,14 @@ def _warn(console: Console, warnings: list[str]) -> None:
 def remembering(url: str, store: ObjectStore, histories: Histories) -> Iterator[None]:
     """Save what a run has seen of offers while it is led, and once more at its end. A failure to
     do so does not fail the launch."""
-    over, memory = threading.Event(), RunMemory(url, store)
+    memory = RunMemory(url, store)
 
     def keep() -> None:
         with contextlib.suppress(StoreError):
             histories.write(memory.records(), time.time())
 
-    def from_time_to_time() -> None:
-        while not over.wait(REMEMBER_EVERY_S):
-            keep()
-        keep()
-
-    thread = threading.Thread(target=from_time_to_time, name="remembering", daemon=True)
-    thread.start()
-    try:
+    with done_beside("remembering", keep, every_s=REMEMBER_EVERY_S, end_within_s=END_WITHIN_S):
         yield
-    finally:
-        over.set()
-        thread.join(END_WITHIN_S)
 
 
 def known_before(

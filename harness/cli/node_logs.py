@@ -9,12 +9,19 @@ that hangs holds up nothing else.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.cli.common import DONE, book_of, existing_store, is_local, sky_broker, state_dir
+from harness.cli.common import (
+    DONE,
+    book_of,
+    done_beside,
+    existing_store,
+    is_local,
+    sky_broker,
+    state_dir,
+)
 from harness.clouds.sky_broker import Broker, SkyError
 from harness.clouds.sky_clusters import tails
 from harness.core.flags import flag, positional
@@ -161,7 +168,7 @@ def show(found: NewLines, console: Console) -> None:
 @contextlib.contextmanager
 def logs_beside(url: str, sky: bool, console: Console) -> Iterator[None]:
     """Print the nodes' new lines while entered. A look that fails is made again later."""
-    done, broker = threading.Event(), sky_broker(url) if sky else None
+    broker = sky_broker(url) if sky else None
     look: Callable[[], NewLines] = SkyLines(broker, url) if broker else LocalLines(url)
 
     def once() -> None:
@@ -169,19 +176,16 @@ def logs_beside(url: str, sky: bool, console: Console) -> Iterator[None]:
         with contextlib.suppress(OSError, SkyError, CloudUnavailable):
             show(look(), console)
 
-    def follow() -> None:
-        once()
-        while not done.wait(SKY_EVERY_S if sky else LOCAL_EVERY_S):
-            once()
-        if not sky:  # SkyPilot's clusters are gone by now
-            once()
-
-    thread = threading.Thread(target=follow, name="node-logs", daemon=True)
-    thread.start()
     try:
-        yield
+        with done_beside(
+            "node-logs",
+            once,
+            every_s=SKY_EVERY_S if sky else LOCAL_EVERY_S,
+            end_within_s=END_WITHIN_S,
+            at_once=True,
+            at_end=not sky,  # SkyPilot's clusters are gone by then
+        ):
+            yield
     finally:
-        done.set()
-        thread.join(END_WITHIN_S)
         if broker is not None:
             broker.close()

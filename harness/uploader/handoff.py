@@ -32,8 +32,8 @@ from harness.uploader.senders import (
     NICE,
     Done,
     InProcessSender,
+    Slot,
     SnapshotSender,
-    _Slot,
     fact_of,
     fence,
     sign_seen,
@@ -229,7 +229,7 @@ class UploaderClient:
     snapshots are sent by `fallback`, and so are later ones until there is a new uploader."""
 
     def __init__(self, folder: Path, epoch: int, local_rank: int, fallback: InProcessSender):
-        self._folder, self._fallback, self._slots = folder, fallback, list[_Slot]()
+        self._folder, self._fallback, self._slots = folder, fallback, list[Slot]()
         self._mine: dict[str, Any] = {"rank": local_rank, "epoch": epoch}
         self._pending: dict[Ref, tuple[UploadJob, Segment, Done]] = {}
         self._lock, self._reserving = threading.Lock(), threading.Lock()
@@ -262,7 +262,7 @@ class UploaderClient:
                     raise
                 print(f"harness: {e}; snapshots are staged in the trainer's own memory", flush=True)
                 return self._fallback.segment(nbytes)
-            self._slots.append(_Slot(Segment.open(Path(answer["path"])).touch(), busy=True))
+            self._slots.append(Slot(Segment.open(Path(answer["path"])).touch(), busy=True))
             return self._slots[-1].segment
 
     def _free_one(self, nbytes: int) -> Segment | None:

@@ -76,7 +76,7 @@ def sign_seen(sign: Sign | None) -> TrainingSeen | None:
 
 
 @dataclass
-class _Slot:
+class Slot:
     """A segment and its use. `near`: its snapshot is committed, and is being copied to nearer
     tiers."""
 
@@ -102,7 +102,7 @@ class InProcessSender:
         self._uploader = Uploader(
             store, fence(store), on_outcome, line=IdlePriority(NICE), watch=seen
         )
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot] = []
 
     def segment(self, nbytes: int) -> Segment:
         self._slots = [s for s in self._slots if s.busy or s.segment.nbytes >= nbytes]
@@ -112,7 +112,7 @@ class InProcessSender:
                 return slot.segment
         if len(self._slots) >= BUFFERS:
             raise StageFull(f"{BUFFERS} snapshots are on their way already")
-        self._slots.append(_Slot(Segment.anonymous(nbytes).touch(), busy=True))
+        self._slots.append(Slot(Segment.anonymous(nbytes).touch(), busy=True))
         return self._slots[-1].segment
 
     def give_back(self, segment: Segment) -> None:

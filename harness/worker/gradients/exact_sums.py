@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-# Exact sums (`exact.py`) of gradients of models that FSDP2 shards.
+# Exact sums of gradients of models that FSDP2 shards.
 
 
 @dataclass

@@ -376,8 +376,8 @@ def _root(sums: torch.Tensor, bits: torch.Tensor, width: int) -> torch.Tensor:
     return torch.where(bits == INFINITY, math.nan, norm).float()
 
 
-# The bookkeeping of exact sums (`exact.py`): integer sums of a step's gradients on this rank, and
-# whether every gradient fitted.
+# The bookkeeping of exact sums (`exact_sums.py`): integer sums of a step's gradients on this rank,
+# and whether every gradient fitted.
 
 MAX_REPEATS = 4  # of one step; one is enough when backward is deterministic
 
