@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 import shutil
+import weakref
 from collections.abc import Callable
 from types import MethodType, ModuleType
 from typing import Any
@@ -45,6 +46,7 @@ UNABLE = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
 _driver: list[Driver] = []  # the driver of this process, if it drives the training
 _unlike: list[tuple[str, Any, tuple[str, ...], str]] = []
 _patched: list[ModuleType] = []
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()  # prepared models: no attribute of theirs
 
 
 def driver() -> Driver | None:
@@ -168,22 +170,26 @@ def _prepare_model(
 
 
 def _watch_forward(model: Any) -> None:
-    if "harness_watched" in vars(model):
+    if model in _watched:
         return
+    _watched.add(model)
     forward = model.forward
     bound = isinstance(forward, MethodType) and forward.__self__ is model
     function = forward.__func__ if bound else None
+    if getattr(function, "harness_watches", False):  # a copy of a prepared model is watched already
+        return
 
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         real = forward if function is None else MethodType(function, self)
         drives = driver()
         # a copy of the model (a weight average, for example) is not a prepared model
-        if drives is None or vars(self).get("harness_watched") != id(self):
+        if drives is None or self not in _watched:
             return real(*args, **kwargs)
         return drives.forward(self, real, args, kwargs)
 
-    model.forward = MethodType(functools.update_wrapper(watched, function or forward), model)
-    vars(model)["harness_watched"] = id(model)
+    functools.update_wrapper(watched, function or forward)
+    vars(watched)["harness_watches"] = True
+    model.forward = MethodType(watched, model)
 
 
 def _prepare_data_loader(original: Any, self: Any, data_loader: Any, *args: Any, **kw: Any) -> Any:
