@@ -307,6 +307,8 @@ class Agent:
                 code = self._watch_peers(now) if in_epoch else self._seek_epoch(now)
             except StoreUnavailable:
                 self._stay.unanswered_s = now
+                if self.rendezvous.withdraw():
+                    self._host.say("the bucket does not answer: others train without this node")
         if self._due.now("flush", now, timing.flush_s):
             self._workers.mark.write_again()
             for died in [*self._helpers.look(now), *self._uploads.look(now)]:
@@ -471,7 +473,7 @@ class Agent:
         if epoch is not None:
             self._enter(epoch)
             return None
-        if out_s := self.rendezvous.reach.left_out_s(self._host.monotonic()):
+        if out_s := self.rendezvous.isolated_s():
             return self._bear_isolation(last.epoch, out_s)
         if self.rendezvous.is_over:
             past.reason = "the run has ended: its final snapshot is committed"
@@ -572,7 +574,7 @@ class Agent:
         everybody = {m.member: m for m in found}
         stay.absent = {n for n, m in everybody.items() if m.state in ("gone", "dead")}
         peers = [everybody[n] for n in epoch.members if n != self.name and n in everybody]
-        said = verdicts.hear_peers(epoch.epoch, peers, stay.peer_left_s, now)
+        said = verdicts.hear_peers(epoch, peers, stay.peer_left_s, now)
         stay.peer_left_s = said.since_s
         if said.why:
             return self._abandon(said.why, RESIZE if said.planned else KILLED)

@@ -294,14 +294,18 @@ class PeerVerdict:
 
 
 def hear_peers(
-    epoch: int, peers: Sequence[Member], since_s: float | None, now: float
+    world: Epoch, peers: Sequence[Member], since_s: float | None, now: float
 ) -> PeerVerdict:
-    """Return what follows for our workers from the states of the other members."""
+    """Return what follows for our workers from the states of the other members of `world`."""
+    epoch = world.epoch
     if dead := [p.member for p in peers if p.state == "dead"]:
         return PeerVerdict(f"lost {', '.join(dead)}", since_s)
     # a peer left between the creation of the generation and its start
     if absent := [p.member for p in peers if p.state == "gone" and p.epoch < epoch]:
         return PeerVerdict(f"{', '.join(absent)} went before its workers began", since_s, True)
+    if blind := [p.member for p in peers if p.state == "away" and world.is_left_by(p)]:
+        why = f"{', '.join(blind)} does not come: the bucket does not answer it"
+        return PeerVerdict(why, since_s, True)
     left = [
         p
         for p in peers

@@ -207,8 +207,8 @@ class Member:
     yet)."""
 
     member: str
-    # "warming": not ready yet | "ready": wants a new generation | "in": its workers run | "gone":
-    # it has left
+    # "warming": not ready yet | "ready": wants a new generation | "away": was ready, and its bucket
+    # does not answer | "in": its workers run | "gone": it has left
     state: str
     epoch: Natural
     addr: str
@@ -218,6 +218,7 @@ class Member:
     attempt: Natural = 0
     speed: Amount = 1.0
     beat: Natural = 0
+    withdrawals: Natural = 0  # how often it went away: it enters no generation that named it before
     end: str = ""  # how its last generation ended for it: facts.EpochLeft.why
     failure: str = ""  # signature of the script's failure that ended its last generation
     failure_step: Natural = 0  # last step that was done before it failed
@@ -255,6 +256,7 @@ class Epoch:
     # ranks that hold one copy of the model together: replica i has ranks [i * this, (i + 1) * this)
     replica_ranks: Count = 1
     mesh: str = ""  # device mesh of one model copy, in the text form of core/mesh.py
+    withdrawals: tuple[Natural, ...] = ()  # those of its members when it named them; (): none yet
     protocol: Natural = field(default_factory=written_protocol)
 
     @property
@@ -266,6 +268,12 @@ class Epoch:
         i = self.members.index(member)
         start = sum(self.nproc[:i])
         return range(start, start + self.nproc[i])
+
+    def is_left_by(self, m: Member) -> bool:
+        """Return whether `m`, a member of this generation, is done with it: it waits for another,
+        or has gone away since this one named it and does not enter it."""
+        named = dict(zip(self.members, self.withdrawals, strict=False)).get(m.member, 0)
+        return m.withdrawals > named or (m.state == "ready" and m.epoch >= self.epoch)
 
     @classmethod
     def decode(cls, data: bytes) -> Epoch:

@@ -47,7 +47,7 @@ class Reach:
 
     me: str
     apart_s: dict[str, float] = field(default_factory=dict)  # who is left out, since when
-    _missed: tuple[Member, ...] = ()  # whom we would have to reach
+    missed: tuple[Member, ...] = ()  # whom we would have to reach
 
     def sort_out(
         self, members: Sequence[Member], staying: Collection[str], now: float, *, is_big: bool
@@ -60,7 +60,7 @@ class Reach:
         out = [m.member for m in members if m.member not in names]
         self.apart_s = {name: self.apart_s.get(name, now) for name in out}
         mine = next((m.reach for m in members if m.member == self.me), None) or ()
-        self._missed = tuple(m for m in kept if m.member not in mine)
+        self.missed = tuple(m for m in kept if m.member not in mine)
         return kept
 
     def is_proven(self, now: float) -> bool:
@@ -74,8 +74,8 @@ class Reach:
 
     def why(self, addr: str) -> str:
         """Return in words why we, at `addr`, are left out, and what to do."""
-        missed = ", ".join(f"{m.member} at {m.addr}" for m in self._missed[:NAMED])
-        more = f" and {len(self._missed) - NAMED} more" if len(self._missed) > NAMED else ""
+        missed = ", ".join(f"{m.member} at {m.addr}" for m in self.missed[:NAMED])
+        more = f" and {len(self.missed) - NAMED} more" if len(self.missed) > NAMED else ""
         return (
             f"{self.me} at {addr} is unreachable: wanted connections both ways with the nodes that "
             f"train, found none with {missed or 'some of them'}{more}; open all TCP ports between "

@@ -50,6 +50,7 @@ RETELL_S = 1.0  # between two changes of whom we reach that a big world is told
 READS = 8  # objects that are read concurrently
 COLD_S = 30.0  # a first generation waits so long for members that still import
 TURN_S = 2.0  # how long each member waits for the one before it to create the generation
+AWAY_S = 10.0  # a member that is ready goes away once it could not look for so long
 
 
 NOBODY: frozenset[str] = frozenset()
@@ -68,6 +69,7 @@ class _Moments:
     said_s: float = -float("inf")  # wrote our member object
     asked_s: float = -float("inf")  # checked whether the run is over
     newest_s: float = -float("inf")  # looked for the next generation
+    answered_s: float = -float("inf")  # was told which generation is the newest
     reach_s: float = -float("inf")  # told whom we reach
     settled_s: float | None = None  # when all had left the last generation; None: not all have
     cold_s: float | None = None  # since when members that warm up are waited for; None: none is
@@ -155,6 +157,17 @@ class Rendezvous:
         with contextlib.suppress(StoreError):  # the others will notice that we have left
             self.say(state="gone", end=end)
 
+    def withdraw(self) -> bool:
+        """Go away if we are ready, and the bucket has not told us the newest generation for
+        `AWAY_S`: the others would wait for us in one that we do not know of. Return whether we
+        went; only those with lines to us hear of it. The next answer makes us ready again."""
+        silent_s = self._monotonic() - self._last.answered_s
+        if self.me.state != "ready" or silent_s <= AWAY_S:
+            return False
+        self._last.settled_s = None
+        self.mention(state="away", withdrawals=self.me.withdrawals + 1)
+        return self.me.state == "away"
+
     def _heartbeat(self) -> None:
         while not self._stop.wait(self._beats.beat_s / 2):
             # a lost heartbeat is retried with the next one
@@ -191,6 +204,7 @@ class Rendezvous:
                 self._newest, self.others.fresh_s = found, self._monotonic()
                 self.others.revive(found.members)
             except NotFound:
+                self._last.answered_s = self._monotonic()
                 return self._newest
             except NewerProtocol as e:
                 raise self._outdated(e) from e
@@ -268,6 +282,12 @@ class Rendezvous:
             self._last.reach_s = now
             self.mention()
 
+    def isolated_s(self) -> float:
+        """Return for how long members that live have left us out; 0.0: not, or not surely."""
+        seen = self.others.seen
+        lives = any(seen[m.member].moved for m in self.reach.missed if m.member in seen)
+        return self.reach.left_out_s(self._monotonic()) if lives else 0.0
+
     # ---- generations -----------------------------------------------------------------------------
     def waiting(self, current: Epoch, alive: list[Member]) -> list[Member]:
         """Return the members that want to join, are not in `current`, and are reached by all."""
@@ -321,8 +341,10 @@ class Rendezvous:
         last = self._newest_soon()
         if not self._admits(last):
             return None
+        if self.me.state == "away":
+            self.say(state="ready")
         self.others.vital = frozenset(last.members) if self.me.member in last.members else NOBODY
-        if self.me.member in last.members and last.epoch > self.me.epoch:
+        if self._names_us(last):
             return last
         alive = [m for m in self.members() if m.protocol == decoding.PROTOCOL]
         by_name = {m.member: m for m in alive}
@@ -330,7 +352,7 @@ class Rendezvous:
         unsettled = [
             by_name[n]
             for n in last.members
-            if n in by_name and not self._has_left(by_name[n], last.epoch)
+            if n in by_name and not self._has_left(by_name[n], last)
         ]
         before = {name: i for i, name in enumerate(last.members)}
         reached = self._reached(alive, before, {m.member for m in unsettled})
@@ -411,8 +433,13 @@ class Rendezvous:
             self._last.asked_s = now
         return due
 
-    def _has_left(self, m: Member, epoch: int) -> bool:
-        return m.state == "ready" and m.epoch >= epoch
+    def _names_us(self, last: Epoch) -> bool:
+        """Return whether we shall enter `last`."""
+        is_new = self.me.member in last.members and last.epoch > self.me.epoch
+        return is_new and not last.is_left_by(self.me)
+
+    def _has_left(self, m: Member, last: Epoch) -> bool:
+        return last.is_left_by(m)
 
     @staticmethod
     def _order(m: Member, before: Mapping[str, int]) -> tuple[int, int, str]:
@@ -461,4 +488,5 @@ class Rendezvous:
             failure_step=step,
             replica_ranks=self._replica_ranks if mesh is None else mesh.replica_ranks,
             mesh=str(mesh or ""),
+            withdrawals=tuple(m.withdrawals for m in chosen),
         )

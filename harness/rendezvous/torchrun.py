@@ -305,7 +305,7 @@ class BucketRendezvous(RendezvousHandler):
         return (
             m.state in ("dead", "gone")
             or m.epoch > epoch.epoch
-            or (m.state == "ready" and m.epoch >= epoch.epoch)
+            or epoch.is_left_by(m)
         )
 
     def _watch(self) -> None:

@@ -54,7 +54,7 @@ from harness.agent.verdicts import (
     patience_s,
     why_no_more,
 )
-from harness.bucket.layout import NO_EPOCH, Member
+from harness.bucket.layout import NO_EPOCH, Epoch, Member
 from harness.core.facts import HealthSeen, NoticeCancelled, NoticeSeen
 from harness.core.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT
 from harness.node.heartbeat import Limits, ProgressFile, WorkerHeartbeat, WorkerPhase
@@ -441,6 +441,9 @@ def member(name="m2", state="in", epoch=3, **more):
     return Member(name, state, epoch, "127.0.0.1", 1, 2, 1, **more)
 
 
+WORLD = Epoch(3, ("m1", "m2"), (1, 1), (1.0, 1.0), "127.0.0.1", 1, "grow", withdrawals=(0, 0))
+
+
 @pytest.mark.parametrize(
     ("peer", "now", "why", "planned"),
     [
@@ -453,11 +456,13 @@ def member(name="m2", state="in", epoch=3, **more):
         (member(epoch=4, end="killed"), 11.1, "m2 has left", False),
         (member(state="ready", end="resize"), 40.0, "", False),
         (member(state="gone", end="drained"), 40.1, "m2 has left", False),
+        (member(state="away", epoch=2), 10.0, "", False),  # as it was when it was named
+        (member(state="away", epoch=2, withdrawals=1), 10.0, "m2 does not come", True),
     ],
 )
 def test_when_peers_end_our_epoch(peer, now, why, planned):
-    since_s = hear_peers(3, [peer], None, 10.0).since_s
-    said = hear_peers(3, [peer], since_s, now)
+    since_s = hear_peers(WORLD, [peer], None, 10.0).since_s
+    said = hear_peers(WORLD, [peer], since_s, now)
     assert said.why.startswith(why) and bool(said.why) is bool(why) and said.planned is planned
 
 
@@ -469,7 +474,7 @@ def test_peers_say_that_the_world_changes():
         (member(state="ready", end="drained"), True),
         (member(state="ready", end="failed"), False),
     ]:
-        assert hear_peers(3, [peer], None, 10.0).changing is changing
+        assert hear_peers(WORLD, [peer], None, 10.0).changing is changing
     assert after(PeersChange(), PeersChange())[1] == ()
     assert after(PeersChange())[1] == (WriteMark(Want.RESIZE, "peers", None), NotifyWorkers())
 

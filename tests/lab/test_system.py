@@ -52,7 +52,8 @@ def test_what_once_broke_a_rule_holds(seed: str) -> None:
     403: training stood until it answered; half of an agent's own segment of facts, read back after
     a write without an answer (62300497); half of the step records that are published (65900286); a
     newcomer that was invited by a node whose bucket did not answer, and whose snapshot both then
-    waited for (65900470). And by rules that took a fault to be over while it was not: the longer of
+    waited for (65900470); a node that was ready as its bucket fell silent, and was named in a
+    generation that it could not read (65900607, 62300224). And by rules that took a fault to be over while it was not: the longer of
     two pauses of uploads, which struck together (61000695); that of a node that nothing reached for
     125 s, and which trained on alone meanwhile (62300364); and by one that knew of no hangs:
     workers that hung three times on each of two nodes, at one step (63700320)."""

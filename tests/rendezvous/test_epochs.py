@@ -66,9 +66,9 @@ def join(store, name, kind=Rendezvous, any_doubt=True):
     return kind(store, me, Doubts(store, any_doubt), join_window_s=0.0, monotonic=Quick())
 
 
-def member(name, looks, kind=Rendezvous, already=None, any_doubt=False):
+def member(name, looks, kind=Rendezvous, already=None, any_doubt=False, away_after=None):
     """Looks around so often; trains in each epoch that it enters, then leaves it. `already`: it
-    is in this epoch at the start."""
+    is in this epoch at the start. `away_after`: it goes away once, after so many looks."""
 
     def train(r, say, epoch):
         say(("trains", epoch.epoch, epoch.members))
@@ -82,7 +82,10 @@ def member(name, looks, kind=Rendezvous, already=None, any_doubt=False):
             train(r, say, already)
         else:
             r.say()
-        for _ in range(looks):
+        for i in range(looks):
+            if i == away_after:
+                say(("withdraws", r.me.withdrawals, r.me.epoch))
+                r.say(state="away", withdrawals=r.me.withdrawals + 1)
             epoch = r.try_form(None)
             if epoch is not None:
                 r.say(state="in", epoch=epoch.epoch)
@@ -123,11 +126,20 @@ class Checker:
             if word[0] == "trains" and who not in word[2]:
                 return f"{who} trains in epoch {word[1]}, which does not name it"
         for n, epoch in epochs.items():
+            named = dict(zip(epoch["members"], epoch["withdrawals"], strict=False))
+            withdrew = {
+                who: word[2]  # the last epoch that it took part in
+                for who, word in view.said
+                if word[0] == "withdraws" and word[1] == named.get(who)
+            }
             staying = [
                 m
                 for m in epoch["members"]
-                if m not in doubted and (m, ("left", n)) not in view.said
+                if m not in doubted and (m, ("left", n)) not in view.said and m not in withdrew
             ]
+            for m, before in withdrew.items():
+                if before < n and (m, ("trains", n, tuple(epoch["members"]))) in view.said:
+                    return f"{m} trains in epoch {n}, from which it has withdrawn"
             if n + 1 in epochs and staying:
                 return (
                     f"epoch {n + 1} exists, but {staying} of epoch {n} have neither left it nor "
@@ -203,6 +215,28 @@ def test_unknown_outcomes():
     seen = explore({"a": member("a", 2), "b": member("b", 2)}, {}, Checker("ab"), unknowns=1)
     print(seen)
     assert seen.endings > 0
+
+
+def test_one_goes_away_and_comes_back():
+    """Whatever its bucket last told it: it never enters what named it before it went, and nobody
+    waits for it."""
+    actors = {"a": member("a", 2), "b": member("b", 3, away_after=1)}
+    seen = explore(actors, {}, Checker("ab"))
+    print(seen)
+    assert seen.endings > 0
+
+
+class Stubborn(Rendezvous):
+    """Broken: enters what named it before it went away."""
+
+    def _names_us(self, last):
+        return self.me.member in last.members and last.epoch > self.me.epoch
+
+
+def test_the_check_finds_one_that_enters_what_it_withdrew_from():
+    actors = {"a": member("a", 2, Stubborn), "b": member("b", 3, Stubborn, away_after=1)}
+    with pytest.raises(TraceViolation, match=r"withdrawn|neither left it nor"):
+        explore(actors, {}, Checker("ab"))
 
 
 class Puts(Rendezvous):

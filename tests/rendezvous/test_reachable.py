@@ -10,6 +10,8 @@ from harness.bucket.layout import Member
 from harness.core.facts import AgentEnded, EpochStarted, Warned
 from harness.core.world import DRAINED, UNFIT
 from harness.rendezvous.reach import LEAVE_S, REACH_S, Reach
+from harness.rendezvous.rendezvous import AWAY_S
+from storage.errors import StoreUnavailable
 from storage.stores.store_urls import open_store
 from support.outside import environment, said_of, seam, train_begin
 from support.worlds import until
@@ -132,6 +134,69 @@ def test_a_refusal_is_no_death_of_one_that_trains_and_was_never_reached(place):
         place.beat(b)
         epoch = epoch or b.try_form(None)
     assert epoch is not None and epoch.members == ("b",)
+
+
+def test_nobody_is_called_unreachable_for_those_that_are_dead(place):
+    """... but not yet known to be: all were lost at once, and one comes anew."""
+    a, b = place.member("a"), place.member("b")
+    assert place.form(a, b).members == ("a", "b")
+    for m in (a, b):
+        m.say()
+        place.lines[m.me.member].close()
+    c, epoch = place.member("c", attempt=1), None
+    for _ in range(30):
+        place.beat(c)
+        epoch = epoch or c.try_form(None)
+        assert c.isolated_s() == 0.0
+    assert epoch is not None and epoch.members == ("c",)
+
+
+class Silent:
+    """A node's way to the bucket, which can fall silent."""
+
+    def __init__(self, store):
+        self.store, self.is_silent = store, False
+
+    def __getattr__(self, name):
+        if self.is_silent and name in ("get", "put", "create", "list"):
+            raise StoreUnavailable("no answer")
+        return getattr(self.store, name)
+
+
+def test_one_whose_bucket_falls_silent_keeps_nobody_waiting(place):
+    """It is named in an epoch that it cannot read, goes away over its lines, and comes back."""
+    a, bucket = place.member("a"), place.store
+    place.store = silent = Silent(bucket)
+    b = place.member("b", attempt=1)
+    place.meet(a, b)
+    assert b.try_form(None) is None
+    silent.is_silent = True
+    first = None
+    while first is None:
+        place.clock.now += 1.0
+        a.say()
+        b.mention()
+        until(lambda: place.up_to_date(a, [b]))
+        first = a.try_form(None)
+    assert first.members == ("a", "b")
+    a.say(state="in", epoch=1)
+    assert not b.withdraw()
+    place.clock.now += AWAY_S
+    assert b.withdraw() and not b.withdraw()
+    until(lambda: place.up_to_date(a, [b]))
+    away = next(m for m in a.watch(["b"]) if m.member == "b")
+    assert away.state == "away" and first.is_left_by(away)
+    a.say(state="ready", end="resize")
+    alone = a.try_form(None)
+    assert alone is not None and alone.members == ("a",)
+    a.say(state="in", epoch=2)
+    silent.is_silent = False
+    assert b.try_form(None) is None and b.me.state == "ready"
+    place.meet(a, b)
+    assert [m.member for m in a.waiting(alone, a.members())] == ["b"]
+    a.say(state="ready", end="resize")
+    both = place.form(a, b)
+    assert (both.members, both.withdrawals) == (("a", "b"), (0, 1))
 
 
 def test_reach_is_proven_again_by_new_connections(place):

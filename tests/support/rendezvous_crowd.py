@@ -312,7 +312,7 @@ class CrowdMember(SimulatedHeartbeats):
         found = self.rendezvous.look() if look else self.rendezvous.watch(epoch.members)
         everybody = {m.member: m for m in found}
         peers = [everybody[n] for n in epoch.members if n != self.name and n in everybody]
-        said = verdicts.hear_peers(epoch.epoch, peers, self.due.left_s, now)
+        said = verdicts.hear_peers(epoch, peers, self.due.left_s, now)
         self.due.left_s = said.since_s
         # workers agree with their peers at once to leave
         has_left = any(p.state in ("ready", "gone") and p.epoch >= epoch.epoch for p in peers)
