@@ -662,7 +662,7 @@ BUGS: dict[str, Bug] = {
         "write once", patches=((Rendezvous, "try_form", stealing),), kinds=LOSSES
     ),
     "nobody ever dies": Bug(
-        "life", patches=((Membership, "_judge", hears_nobody_die),), kinds=("power-loss",), many=1,
+        "life|silence", patches=((Membership, "_judge", hears_nobody_die),), kinds=("power-loss",), many=1,
         setting=PAIR,
     ),
     "never finds a hang": Bug(
