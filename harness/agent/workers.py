@@ -136,7 +136,8 @@ TAIL_LINES = 40
 # kernel, and the node is unfit
 KILL_S = 20.0
 READ_S = 2.0  # for the last output of a worker that has ended
-FORKED_WITHIN_S = 60.0  # a worker that is not forked by then hangs
+FORKED_WITHIN_S = 20.0  # a warm process that has not forked a worker by then hangs
+IMPORTED_WITHIN_S = 60.0  # ... or one that has been begun anew, and still imports
 DUMP_S = 1.0  # for a hung worker to write its stacks
 
 
@@ -207,6 +208,7 @@ class Workers:
         self._clear_heartbeats()
         self._epoch: Epoch = NO_EPOCH
         self._warm: ForkServerClient | None = None
+        self._cold_s = -float("inf")  # when it last imported still
         self.all: list[Worker] = []
 
     # ---- the warm process ------------------------------------------------------------------------
@@ -390,9 +392,15 @@ class Workers:
         return hung
 
     def _unforked(self, worker: Worker, now: float) -> str:
-        if worker.process.pid or now - worker.ordered_s <= FORKED_WITHIN_S:
+        if worker.process.pid:
             return ""
-        return f"not forked for {FORKED_WITHIN_S:.0f} s: the warm process hangs"
+        is_warm = self.warm()
+        self._cold_s = self._cold_s if is_warm else now
+        since_s = max(worker.ordered_s, self._cold_s) if is_warm else worker.ordered_s
+        within_s = FORKED_WITHIN_S if is_warm else IMPORTED_WITHIN_S
+        if now - since_s <= within_s:
+            return ""
+        return f"not forked for {within_s:.0f} s: the warm process hangs"
 
     def _report_hung(self, worker: Worker, now: float, state: str) -> None:
         pulse = worker.pulse

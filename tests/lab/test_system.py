@@ -53,7 +53,8 @@ def test_what_once_broke_a_rule_holds(seed: str) -> None:
     a write without an answer (62300497); half of the step records that are published (65900286); a
     newcomer that was invited by a node whose bucket did not answer, and whose snapshot both then
     waited for (65900470); a node that was ready as its bucket fell silent, and was named in a
-    generation that it could not read (65900607, 62300224). And by rules that took a fault to be over while it was not: the longer of
+    generation that it could not read (65900607, 62300224); three nodes whose warm processes hung one
+    after the other, each found after 43 s (76500112). And by rules that took a fault to be over while it was not: the longer of
     two pauses of uploads, which struck together (61000695); that of a node that nothing reached for
     125 s, and which trained on alone meanwhile (62300364); and by one that knew of no hangs:
     workers that hung three times on each of two nodes, at one step (63700320)."""

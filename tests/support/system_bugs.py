@@ -662,8 +662,8 @@ BUGS: dict[str, Bug] = {
         "write once", patches=((Rendezvous, "try_form", stealing),), kinds=LOSSES
     ),
     "nobody ever dies": Bug(
-        "life|silence", patches=((Membership, "_judge", hears_nobody_die),), kinds=("power-loss",), many=1,
-        setting=PAIR,
+        "life|silence", patches=((Membership, "_judge", hears_nobody_die),),
+        kinds=("power-loss",), many=1, setting=PAIR,
     ),
     "never finds a hang": Bug(
         "life",
