@@ -22,9 +22,9 @@ from storage import (
     StoreError,
     StoreUnavailable,
 )
-from storage.snapshots import snapshots
 from storage.snapshots.reader_leases import Watch, reading
 from storage.snapshots.snapshot_keys import DOOM, doom_key
+from storage.stores.retries import Retrying
 from storage.testing.faulty_store import Crash, FaultyStore, corrupt
 from support.half_store import HalfAtFirst
 
@@ -267,9 +267,8 @@ def test_a_damaged_part_list_is_never_committed() -> None:
 def test_a_part_list_that_is_read_by_half_for_a_moment_is_committed(
     group_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshots, "READ_AGAIN_S", (0.0,))
     monkeypatch.setattr(Snapshots, "group_ranks", group_ranks)
-    snaps, ref = Snapshots(HalfAtFirst(f"half-{group_ranks}")), Ref(1, 10)
+    snaps, ref = Snapshots(Retrying(HalfAtFirst(f"half-{group_ranks}"))), Ref(1, 10)
     for rank in range(2):
         write(snaps, ref, rank, world=2)
     assert commit(snaps, ref, world=2).world == 2

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.core.world import BadInput
 from harness.look.trackers.tracker_registry import RunInfo, StepRecords
 from harness.look.trackers.tracker_stream import StreamWriter
 from harness.look.trackers.trackers import Publisher
@@ -85,8 +84,6 @@ class SimSidecars:
                 self._writer.round(last)
         except (StoreError, Crash):
             pass  # the next round, or the next publisher
-        except BadInput:  # half an answer: it ends, and its agent starts another
-            self._publisher = None
         finally:
             self._busy = False
 
