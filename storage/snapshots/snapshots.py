@@ -297,19 +297,24 @@ class Snapshots:
     def _stays(self, manifest: Manifest, keys: list[str]) -> Manifest | None:
         """Return the manifest if everything that it names still exists now that it is written;
         otherwise take it back and return None (see the module's docstring)."""
-        ref = manifest.ref
-        present = set(self.store.list(f"{PARTS}{ref.name}/"))
-        if not present.issuperset(keys) or not present.issuperset(
-            manifest.objects.keys() - manifest.refers
-        ):
-            if not self.store.list(manifest_key(ref)) and ref not in self.manifests()[1]:
+        ref, wanted = manifest.ref, {*keys, *manifest.objects.keys() - manifest.refers}
+
+        def missing() -> bool:
+            return not wanted.issubset(self.store.list(f"{PARTS}{ref.name}/"))
+
+        if not missing():
+            return manifest
+        committed, doomed = self.manifests()
+        if ref not in doomed:
+            if ref not in committed:
                 raise StoreUnavailable(
                     f"snapshot {ref}: {self.store.url} does not list its manifest, which is "
                     "written: ask again later"
                 )
-            self.store.delete(manifest_key(ref))
-            return None
-        return manifest
+            if not missing():  # only the first listing lacked what is there
+                return manifest
+        self.store.delete(manifest_key(ref))
+        return None
 
     def stay(self, bases: Collection[Ref]) -> bool:
         """Return whether these snapshots are committed and neither doomed nor quarantined. Call it

@@ -246,6 +246,24 @@ def test_a_flip_outside_of_what_is_read_does_no_harm() -> None:
         snaps.read(newest, PART, CHUNK - 1, CHUNK + 1)
 
 
+def test_a_listing_that_lacks_parts_for_a_moment_takes_no_commit_back() -> None:
+    """The manifest was listed a moment later, and deleted: the last snapshot was lost."""
+
+    class Blinks(MemoryStore):
+        blinks = 1
+
+        def list(self, prefix: str) -> list[str]:
+            found = super().list(prefix)
+            if MANIFEST in self._objects and prefix.startswith("snapshots/parts/") and self.blinks:
+                self.blinks -= 1
+                return []
+            return found
+
+    snaps = Snapshots(Blinks(objects={}))
+    assert commit(snaps, Ref(1, 3)).ref == Ref(1, 3)
+    assert snaps.store.blinks == 0 and snaps.refs() == [Ref(1, 3)]  # type: ignore[attr-defined]
+
+
 def test_a_deleted_manifest_is_a_snapshot_that_never_was() -> None:
     snaps = three()
     snaps.store.delete(MANIFEST)
