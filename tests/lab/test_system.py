@@ -58,7 +58,8 @@ def test_what_once_broke_a_rule_holds(seed: str) -> None:
     script had ended (72000019). And by rules that took a fault to be over while it was not: the
     longer of two pauses of uploads, which struck together (61000695); that of a node that nothing
     reached for 125 s, and which trained on alone meanwhile (62300364); and by one that knew of no
-    hangs: workers that hung three times on each of two nodes, at one step (63700320)."""
+    hangs: workers that hung three times on each of two nodes, at one step (63700320). And by a
+    publisher that was simulated without the bound of its agent's last words (72000252)."""
     of = WORLDS[seed]["setting"]
     of["interval"] = Interval(**of["interval"])
     of["offers"] = tuple(Offer(**offer) for offer in of["offers"])

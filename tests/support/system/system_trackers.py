@@ -11,6 +11,7 @@ from harness.look.trackers.tracker_stream import StreamWriter
 from harness.look.trackers.trackers import Publisher
 from storage.errors import StoreError
 from storage.testing.faulty_store import Crash
+from support.system.virtual_time import SimCall
 
 if TYPE_CHECKING:
     from support.system.system_node import SimNode
@@ -62,7 +63,9 @@ class SimSidecars:
 
     def end(self, wait_s: float) -> None:
         if self._publisher is not None:
-            self._publish(last=True)
+            last = SimCall[None](self._node.sim.kernel, lambda: self._publish(last=True))
+            if last.wait(wait_s):  # else it is killed
+                last.answer()
         self._ended = True
 
     def _round(self) -> None:
