@@ -23,7 +23,7 @@ from typing import Any
 from harness.agent import flight_recorder, node_state, verdicts
 from harness.agent.host import EventInbox, Host, WorkerPool
 from harness.agent.node_state import AgentAct, AgentEvent, AgentState, NodePhase, Now
-from harness.agent.run_orders import RunOrders
+from harness.agent.run_orders import RunOrders, UnreadableEnd
 from harness.agent.verdicts import CHANGING, End, Fruitless
 from harness.agent.workers import KILL_S, AgentConfig
 from harness.bucket.journal import Journal
@@ -56,6 +56,7 @@ from harness.notices.notice import NoticeSource
 from harness.rendezvous.reach import LEAVE_S, LOST_AFTER, LostWays
 from harness.rendezvous.rendezvous import Rendezvous
 from storage.errors import StoreError, StoreUnavailable
+from storage.snapshots.restore import PAUSES_S
 from storage.stores.objects import ObjectStore
 
 # A node's memory: its time in one generation (the code's `epoch`), its generations so far, and
@@ -718,8 +719,10 @@ class Agent:
 
     def _answer_for_run(self, epoch: Epoch) -> bool:
         """Ensure that the run's end is committed, since all our workers ended with status 0. If the
-        script has not finished, stop the run and return False. Raises StoreUnavailable, after
-        `wait_limit_s`."""
+        script has not finished, stop the run and return False: a listing that shows no end is
+        believed when it has shown none for as long as a restore looks. Raises StoreUnavailable,
+        after `wait_limit_s`."""
+        sure_s = self._host.monotonic() + sum(PAUSES_S)
         give_up_s = self._host.monotonic() + self.config.timing.wait_limit_s
         while True:
             try:
@@ -730,6 +733,8 @@ class Agent:
                         return False
                     self._run.finish_for_script(epoch)
                 elif not self._run.surely_over():
+                    if self._host.monotonic() < sure_s:
+                        raise UnreadableEnd("the run's end is not listed yet")
                     self._give_up(verdicts.WHY_UNFINISHED)
                     return False
                 return True

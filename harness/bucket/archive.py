@@ -54,7 +54,7 @@ from harness.core import step_records as rec
 from harness.core.facts import Stamped, StepDone, Unreadable
 from harness.core.step_records import Columns, Committed
 from storage.errors import NotFound
-from storage.stores.objects import ObjectStore, get_each, size_each
+from storage.stores.objects import ObjectStore, get_each
 
 BRIEF, STEPS = "brief", "steps"
 FEWEST_SEGMENTS = 64  # least segments for a new volume
@@ -356,15 +356,10 @@ class Compactor:
         place = {key: (w, n) for w, keys in fresh.items() for n, key in keys.items()}
         sizes: dict[str, list[int]] = {}
         bodies, broken, nbytes = list[bytes](), set[str](), 0
-        # a segment is deleted once it is archived, so half of it would be all that is left
-        with (
-            contextlib.closing(get_each(self.store, place)) as found,
-            contextlib.closing(size_each(self.store, place)) as whole,
-        ):
-            for (key, data), (_, size) in zip(found, whole, strict=True):
+        with contextlib.closing(get_each(self.store, place)) as found:
+            for key, data in found:
                 writer, _ = place[key]
-                # None: another compactor has archived it
-                if data is None or len(data) != size:
+                if data is None:  # another compactor has archived it
                     broken.add(writer)
                 elif writer not in broken:
                     sizes.setdefault(writer, []).append(len(data))

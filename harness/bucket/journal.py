@@ -28,7 +28,7 @@ from harness.core.facts import Chain, ChainReader, Fact, Stamped
 from harness.core.signing import RunKey
 from harness.core.step_records import Columns
 from storage.errors import NotFound
-from storage.stores.objects import ObjectStore, get_each, read_whole, refuse_part
+from storage.stores.objects import ObjectStore, get_each
 
 Listener = Callable[[Stamped], None]
 
@@ -90,10 +90,9 @@ class Journal:
 
     def _is_ours(self, key: str, data: bytes) -> None:
         """Check that the existing segment is ours, from a flush without an answer. Raises
-        RuntimeError if another process wrote it; StoreUnavailable if only a part of it came."""
+        RuntimeError if another process wrote it."""
         with contextlib.suppress(NotFound):  # it was ours, and is archived by now
-            if (found := self.store.get(key)) != data:
-                refuse_part(self.store, key, found)
+            if self.store.get(key) != data:
                 raise RuntimeError(
                     f"{key}: another process writes under the same name; writers must be unique"
                 )
@@ -187,17 +186,13 @@ class Follower:
 def records_to(store: ObjectStore, key: str, head: str) -> list[rec.StepRecord]:
     """Return the records of one object, of which the last has the hash `head`. Raises NotFound,
     step_records.BrokenRecords, StoreError."""
-
-    def decode(data: bytes) -> list[rec.StepRecord]:
-        records = rec.decode(data, key)
-        if not records or records[-1].h != head:
-            raise rec.BrokenRecords(
-                f"{key}: wanted records that end in {head[:16]}, found others; `harness prove "
-                "verify` tells more"
-            )
-        return records
-
-    return read_whole(store, key, decode)
+    records = rec.decode(store.get(key), key)
+    if not records or records[-1].h != head:
+        raise rec.BrokenRecords(
+            f"{key}: wanted records that end in {head[:16]}, found others; `harness prove verify` "
+            "tells more"
+        )
+    return records
 
 
 def read_records(

@@ -39,7 +39,7 @@ from harness.core.decoding import (
 from harness.core.masking import masked, masked_deep
 from storage.canonical_json import BadObject, canonical, digest, parsed
 from storage.errors import NotFound
-from storage.stores.objects import ObjectStore, checked_key, read_whole
+from storage.stores.objects import ObjectStore, checked_key
 
 # ---- keys ----------------------------------------------------------------------------------------
 IDENTITY = "run.json"  # create-only: the run's identity
@@ -512,8 +512,8 @@ class Claim:
 
 def read_epoch(store: ObjectStore, epoch: int) -> Epoch:
     """Read a generation. Raises NotFound; BadObject if the object is not the generation of this
-    number; NewerProtocol; StoreUnavailable, also for a part of it."""
-    found = read_whole(store, epoch_key(epoch), Epoch.decode)
+    number; NewerProtocol."""
+    found = Epoch.decode(store.get(epoch_key(epoch)))
     if found.epoch != epoch:
         raise BadObject(f"wanted generation {epoch}, found {found.epoch}")
     return found

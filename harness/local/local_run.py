@@ -4,6 +4,7 @@ train, and what runs in their processes before it, is the caller's."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -52,6 +53,40 @@ def can_isolate() -> bool:
     if made:
         subprocess.run(["ip", "netns", "del", name], capture_output=True)
     return made
+
+
+@functools.cache
+def can_mount() -> bool:
+    """Return whether this process may mount a small disk: Linux and root."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        return False
+    with tempfile.TemporaryDirectory(prefix="harness-disk-") as folder:
+        try:
+            mount(Path(folder), 1 << 20)
+        except (OSError, subprocess.SubprocessError):
+            return False
+        unmount(Path(folder))
+        return True
+
+
+def mount(folder: Path, nbytes: int) -> None:
+    """Make a folder a disk of its own, in memory. Raises OSError, SubprocessError."""
+    words = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "none", str(folder)]
+    subprocess.run(words, check=True, capture_output=True, timeout=20)
+
+
+def unmount(folder: Path) -> None:
+    """Undo `mount`; what lies there is lost."""
+    subprocess.run(["umount", "--lazy", str(folder)], capture_output=True, timeout=20)
+
+
+def fill(folder: Path) -> Path:
+    """Fill the disk on which a folder lies. Return the file that does it."""
+    filler = folder / "filler"
+    with open(filler, "wb", buffering=0) as f, contextlib.suppress(OSError):
+        while f.write(bytes(4096)):
+            pass
+    return filler
 
 
 def ip(*words: str) -> None:
@@ -169,6 +204,7 @@ class LocalRun:
     notes: list[str] = field(default_factory=list)
     steps: int = STEPS
     every: int = EVERY
+    disk_nbytes: int = 0  # of the disk on which each node's folder lies; 0: it has none of its own
 
     @property
     def run(self) -> Path:
@@ -182,6 +218,8 @@ class LocalRun:
         number = len(self.nodes) + 1
         folder = self.folder / f"node{number}"
         folder.mkdir()
+        if self.disk_nbytes:
+            mount(folder, self.disk_nbytes)
         (folder / "sitecustomize.py").write_text(self.startup(folder))
         if hold is not None:
             (folder / "hold.json").write_text(json.dumps(hold))
@@ -245,6 +283,8 @@ class LocalRun:
             for p in node.processes():
                 send_signal([p], signal.SIGKILL)
             node.process.wait(20)
+            if self.disk_nbytes:
+                unmount(node.folder)
 
 
 def plain_environment() -> dict[str, str]:

@@ -26,8 +26,8 @@ from typing import Any, Protocol
 from harness.bucket.layout import MEMBERS, Member, member_key, member_of
 from harness.rendezvous.gossip import GossipReport, Grade
 from harness.rendezvous.peer_heartbeats import Door, PeerStatus
-from storage.errors import NotFound, StoreUnavailable
-from storage.stores.objects import ObjectStore, refuse_part
+from storage.errors import NotFound
+from storage.stores.objects import ObjectStore
 
 FRESH_S = 10.0  # after a change, waiting members look often for this long
 LIST_S = 1.0  # time between their looks then
@@ -348,23 +348,14 @@ class Membership:
                 return None
 
         for name, data in zip(names, self.many(get, names), strict=True):
-            if data is not None and not self._take(name, data, now):
-                continue  # nothing is known by it, so it is read again
             self._circle.strangers.pop(name, None)
             self._circle.callers.discard(name)
+            if data is not None:
+                self._take(name, data, now)
             if name not in self.seen:
                 self._circle.absent.add(name)
 
-    def _came_whole(self, key: str, data: bytes) -> bool:
-        """Return whether an object that makes no sense is so, and not only a part of it came."""
-        try:
-            refuse_part(self._store, key, data)
-        except (NotFound, StoreUnavailable):
-            return False
-        return True
-
-    def _take(self, name: str, data: bytes, now: float) -> bool:
-        """Process the content of a member's object. Return whether it was all of it."""
+    def _take(self, name: str, data: bytes, now: float) -> None:
         seen = self.seen.get(name)
         try:
             member = Member.decode(data)
@@ -375,10 +366,8 @@ class Membership:
         except ValueError as e:  # its previous state still counts, but this is no sign of life
             if seen is not None:
                 seen.read_s = now
-            if not self._came_whole(member_key(name), data):
-                return False
             self.pass_over(member_key(name), e)
-            return True
+            return
         # the object may be years old, or just written: its line or its next heartbeat will show
         if seen is None:
             seen = self._meet(member, now)
@@ -390,7 +379,6 @@ class Membership:
         if first and not seen.dead:  # heartbeats are not passed on: this one may be old
             self._circle.suspects[name], seen.sign_s = grade or 0, sign_s
         self._lines.share(name, data)
-        return True
 
     def _hear(self, member: Member, now: float) -> None:
         seen = self.seen.get(member.member)

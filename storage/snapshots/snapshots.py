@@ -28,11 +28,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from storage.canonical_json import BadObject, canonical, parsed
 from storage.errors import NotFound, StoreUnavailable
@@ -69,8 +67,6 @@ from storage.stores.objects import ObjectStore, get_each, read_into, size_each
 # Part lists of many ranks, merged group by group, so that the commit of a big world is a small
 # merge.
 
-T = TypeVar("T")
-READ_AGAIN_S = (0.1, 0.5, 2.0)  # pauses before a damaged list or manifest of a commit is read again
 GROUP_RANKS = 100  # part lists in one object; worlds of at most this size need no groups
 
 
@@ -88,17 +84,6 @@ def read_all(store: ObjectStore, keys: Sequence[str]) -> list[bytes]:
                 raise NotFound(f"{store.url}/{key}")
             found.append(data)
     return found
-
-
-def surely(read: Callable[[], T]) -> T:
-    """Return what `read` returns. A store may give half of an object for a moment, which is no
-    reason for a commit to give the snapshot up: damage is read again before it counts."""
-    for pause_s in READ_AGAIN_S:
-        try:
-            return read()
-        except SnapshotCorrupt:
-            time.sleep(pause_s)
-    return read()
 
 
 def whole_lists(store: ObjectStore, keys: Sequence[str]) -> list[bytes]:
@@ -127,15 +112,12 @@ def gather(
         if key not in there and rank in (None, ranks[0]):
             mine = [list_keys[r] for r in ranks]
             if set(store.list(_beginning(mine[0], mine[-1]))).issuperset(mine):
-                store.create(key, b"\n".join(surely(partial(whole_lists, store, mine))))
+                store.create(key, b"\n".join(whole_lists(store, mine)))
                 there.add(key)
     if rank or not there.issuperset(keys):
         return None
-    return surely(
-        lambda: [
-            PartList.from_json(line) for data in read_all(store, keys) for line in data.split(b"\n")
-        ]
-    )
+    found = read_all(store, keys)
+    return [PartList.from_json(line) for data in found for line in data.split(b"\n")]
 
 
 def _beginning(first: str, last: str) -> str:
@@ -254,7 +236,7 @@ class Snapshots:
         if self.store.create(list_key(ref, rank), mine.to_json().encode()):
             return mine
         try:
-            return surely(lambda: PartList.from_json(self.store.get(list_key(ref, rank))))
+            return PartList.from_json(self.store.get(list_key(ref, rank)))
         except NotFound:
             # pruned meanwhile, so something newer is committed; `commit` will return None
             return mine
@@ -286,7 +268,7 @@ class Snapshots:
             if not self.stay(manifest.bases) or not self.store.create(
                 manifest_key(ref), manifest.to_json().encode()
             ):
-                manifest = surely(lambda: self.load(ref))
+                manifest = self.load(ref)
         except NotFound:  # not committed, or pruned while we read
             return None
         return self._stays(manifest, keys)
@@ -304,30 +286,35 @@ class Snapshots:
                 f"{', '.join(sorted(extra))}; a generation has one world: start a new one "
                 "for another"
             )
-        return surely(lambda: [PartList.from_json(text) for text in read_all(self.store, keys)])
+        return [PartList.from_json(text) for text in read_all(self.store, keys)]
 
     def _found(self, ref: Ref, keys: list[str], rank: int | None) -> Manifest | None:
         """Return the manifest that another caller committed, or raise NotFound. `rank`: given in a
         big world, where the manifest's writer checks that everything it names exists."""
-        manifest = surely(lambda: self.load(ref))
+        manifest = self.load(ref)
         return manifest if rank is None or self.store.list(keys[rank]) else None
 
     def _stays(self, manifest: Manifest, keys: list[str]) -> Manifest | None:
         """Return the manifest if everything that it names still exists now that it is written;
         otherwise take it back and return None (see the module's docstring)."""
-        ref = manifest.ref
-        present = set(self.store.list(f"{PARTS}{ref.name}/"))
-        if not present.issuperset(keys) or not present.issuperset(
-            manifest.objects.keys() - manifest.refers
-        ):
-            if not self.store.list(manifest_key(ref)) and ref not in self.manifests()[1]:
+        ref, wanted = manifest.ref, {*keys, *manifest.objects.keys() - manifest.refers}
+
+        def missing() -> bool:
+            return not wanted.issubset(self.store.list(f"{PARTS}{ref.name}/"))
+
+        if not missing():
+            return manifest
+        committed, doomed = self.manifests()
+        if ref not in doomed:
+            if ref not in committed:
                 raise StoreUnavailable(
                     f"snapshot {ref}: {self.store.url} does not list its manifest, which is "
                     "written: ask again later"
                 )
-            self.store.delete(manifest_key(ref))
-            return None
-        return manifest
+            if not missing():  # only the first listing lacked what is there
+                return manifest
+        self.store.delete(manifest_key(ref))
+        return None
 
     def stay(self, bases: Collection[Ref]) -> bool:
         """Return whether these snapshots are committed and neither doomed nor quarantined. Call it

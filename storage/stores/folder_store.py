@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from storage.errors import NotFound, StoreError, StoreRefused, StoreUnavailable
-from storage.stores.objects import Keys, copy_into, why_not_a_key
+from storage.stores.objects import Keys, all_of, copy_into, why_not_a_key
 
 if TYPE_CHECKING:
     from storage.stores.objects import Gate
@@ -134,10 +134,10 @@ class FileStore:
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         with self._answers(key), open(self._path(key), "rb", opener=_open_file) as f:
-            if start is None and end is None:
-                return f.read()
-            f.seek(start or 0)
-            return f.read() if end is None else f.read(end - (start or 0))
+            first = f.seek(start or 0)
+            if end is not None:
+                return f.read(end - first)
+            return all_of(f"{self.url}/{key}", f.read(), os.fstat(f.fileno()).st_size - first)
 
     @contextlib.contextmanager
     def _temporary(

@@ -41,7 +41,8 @@ Gate = Callable[[int], bool]
 @runtime_checkable
 class ObjectStore(Protocol):
     """The operations that the commit protocol needs of a store. Reads see every completed write (as
-    on S3, GCS, Azure, POSIX)."""
+    on S3, GCS, Azure, POSIX). Who reads to an object's end gets all of it, or StoreUnavailable
+    (`all_of`)."""
 
     url: str
 
@@ -94,14 +95,6 @@ class ReadsAtOnce(Protocol):
     memory) get one request after the other, in order."""
 
     reads_at_once: int
-
-
-@runtime_checkable
-class Retries(Protocol):
-    """A store that tries again what was not answered (`retries.Retrying`)."""
-
-    def retried(self, do: Callable[[], T]) -> T:
-        """Return what `do` does, trying again as for one call. Raises StoreUnavailable."""
 
 
 @runtime_checkable
@@ -177,26 +170,13 @@ def reads_at_once(store: ObjectStore) -> int:
     return found if isinstance(found, int) else 1  # a wrapper may have every attribute
 
 
-def read_whole(store: ObjectStore, key: str, decode: Callable[[bytes], T]) -> T:
-    """Return what `decode` makes of an object. Raises NotFound; the ValueError of `decode` for an
-    object that is damaged; StoreUnavailable if only a part of it came, however often it was read
-    again (as often as a store that `Retries` would try a call)."""
-
-    def once() -> T:
-        data = store.get(key)
-        try:
-            return decode(data)
-        except ValueError:
-            refuse_part(store, key, data)
-            raise
-
-    return store.retried(once) if isinstance(store, Retries) else once()
-
-
-def refuse_part(store: ObjectStore, key: str, data: bytes) -> None:
-    """Raise StoreUnavailable if `data`, which makes no sense, is only a part of the object."""
-    if (size := store.size(key)) != len(data):
-        raise StoreUnavailable(f"{store.url}/{key}: wanted {size} bytes, found {len(data)}")
+def all_of(where: str, data: bytes, nbytes: int) -> bytes:
+    """Return what was read of an object that has `nbytes` bytes from there on. Raises
+    StoreUnavailable if only a part of them came: it may be valid by itself, and reading it again
+    helps."""
+    if len(data) < nbytes:
+        raise StoreUnavailable(f"{where}: wanted {nbytes} bytes, found {len(data)}")
+    return data
 
 
 def get_each(

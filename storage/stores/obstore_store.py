@@ -37,7 +37,7 @@ from storage.stores.fsspec_store import (
     no_bucket,
     no_credentials,
 )
-from storage.stores.objects import Gate, Keys, folders_of
+from storage.stores.objects import Gate, Keys, all_of, folders_of
 
 # obstore's clients for S3, GCS and Azure, configured from what the clouds' own tools read.
 
@@ -346,14 +346,12 @@ class FastStore:
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         with self._answers(key):
             try:
-                if start is None and end is None:
-                    return obstore.get(self._once, key).bytes().to_bytes()
                 if end is None:
-                    return (
-                        obstore.get(self._once, key, options={"range": {"offset": start or 0}})
-                        .bytes()
-                        .to_bytes()
-                    )
+                    # also from the beginning, since the answer to a range tells the whole size
+                    first = start or 0
+                    answer = obstore.get(self._once, key, options={"range": {"offset": first}})
+                    data, size = answer.bytes().to_bytes(), answer.meta["size"]
+                    return all_of(f"{self.url}/{key}", data, size - first)
                 if end <= (start or 0):
                     self.size(key)  # raises NotFound if there is none
                     return b""

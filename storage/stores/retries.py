@@ -23,7 +23,6 @@ from storage.stores.objects import (
     put_paced,
     read_into,
     reads_at_once,
-    refuse_part,
 )
 
 if TYPE_CHECKING:
@@ -152,10 +151,7 @@ class Retrying:
             # An earlier try of ours may have succeeded without an answer: then the object holds
             # exactly our bytes.
             try:
-                if (found := self.inner.get(key)) == data:
-                    return True
-                refuse_part(self.inner, key, found)
-                return False
+                return self.inner.get(key) == data
             except NotFound:
                 # deleted meanwhile, whoever created it: the key is free, so try again
                 raise StoreUnavailable(
@@ -175,10 +171,6 @@ class Retrying:
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> int:
         return self._call("read", read_into, self.inner, key, start, buffer)
-
-    def retried(self, do: Callable[[], T]) -> T:
-        """Return what `do` does with this store. It is tried again as a call is."""
-        return self._retry(do)()
 
     def _call(self, kind: str, do: Callable[..., T], *words: Any) -> T:
         def once() -> T:

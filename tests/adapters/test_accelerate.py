@@ -33,10 +33,10 @@ def nursery():
     return Nursery()
 
 
-def alone(nursery, out, *flags, script=SCRIPT):
-    """Accelerate itself, on two processes."""
+def alone(nursery, out, *flags, script=SCRIPT, world=2):
+    """Accelerate itself, on so many processes."""
     env = {"HARNESS_ADAPT": "none", "ACCELERATE_USE_CPU": "true"}
-    nursery.train(out / "run", 2, script, "--out", out, *flags, script=PLAINLY, env=env)
+    nursery.train(out / "run", world, script, "--out", out, *flags, script=PLAINLY, env=env)
     return out
 
 
@@ -88,6 +88,17 @@ def test_any_world_trains_as_plain_accelerate_on_two(nursery, plain, exact, tmp_
     # with exact sums, to the bit
     before = exact.setdefault("losses", [r.loss for r in history(tmp_path / "run")])
     assert before == [r.loss for r in history(tmp_path / "run")]
+
+
+def test_one_rank_reads_what_accelerate_reads_on_one(nursery, tmp_path):
+    """From the first batch on, in a loader with a generator of its own (docs/trainers/)."""
+    plain, out = tmp_path / "plain", tmp_path / "out"
+    for folder in (plain, out):
+        folder.mkdir()
+    alone(nursery, plain, "--own-order", world=1)
+    go(nursery, out, 1, "--own-order", env={"HARNESS_SCRIPT_WORLD": "1"}, die_at="14:12")
+    go(nursery, out, 1, "--own-order", env={"HARNESS_SCRIPT_WORLD": "1"})
+    assert set(events(out)) == set(events(plain)) and apart(out, plain) < 1e-6
 
 
 @pytest.mark.parametrize("began", [3, 6])

@@ -152,6 +152,16 @@ def test_what_is_not_heeded_on_slurm_is_said(go, monkeypatch):
     assert "Events keeps fits (int), which a resumed run begins anew" in output
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_threads_that_outlive_fit_are_ours_by_name_and_stop_no_script(alone, go, world):
+    """Snapshots, facts and signs of life go on until the script ends; nothing else is left."""
+    go(world, "--epochs", 1)
+    left = set((go.folder / "threads").read_text().splitlines())
+    others = set((alone / "threads").read_text().splitlines())  # TensorBoard's
+    ours = re.compile(r"(facts|stage|snapshot|own-work|upload-(lane|\d+-e\d+)) True")
+    assert "snapshot True" in left and all(map(ours.fullmatch, left - others)), left
+
+
 def test_the_other_copy_of_lightning_and_early_stopping(tmp_path, go):
     flags = ("--package", "pytorch_lightning", "--patience", 1, "--epochs", 30, "--val-every", 1.0)
     expected = plain(tmp_path / "plain", *flags, "--rate", 0.3)

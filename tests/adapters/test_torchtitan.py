@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness.core.world import DRAINED, BadInput
+from harness.node.marks import MarkFile
 from storage.snapshots.snapshots import Snapshots
 from storage.stores.store_urls import open_store
 from support.worlds import environment, history, newest, until
@@ -150,6 +151,66 @@ def test_by_its_own_overrides_without_an_agent(folder, plain):
     assert [r.loss for r in steps] == pytest.approx(list(logged(said).values()), rel=1e-5)
     snapshots = Snapshots(open_store(str(run)))
     assert snapshots.latest().step == len(steps) and snapshots.ended(snapshots.latest())
+
+
+LONG_STEPS = """
+import os, runpy, time
+from pathlib import Path
+from torchtitan.trainer import Trainer
+from harness.node.marks import MarkFile, Want
+from harness.worker import votes
+
+votes.VOTE_EVERY_S = 0.05  # the steps of this test take less than two seconds
+part, calls = Trainer.forward_backward_step, 0
+
+def slow(self, **words):
+    global calls
+    calls += 1
+    time.sleep(0.1)
+    if calls == int(os.environ["NOTICE_AT"]):  # as an agent does when the cloud says so
+        mark = MarkFile(Path(os.environ["HARNESS_MARK"]))
+        mark.write(Want.RESIZE, "notice:x", time.time() + 2.05)
+    return part(self, **words)
+
+Trainer.forward_backward_step = slow
+runpy.run_module("torchtitan.train", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_step_that_would_end_too_late_is_dropped_and_done_again_the_same(folder):
+    ours, script = "harness.adapters.torchtitan.overrides", folder / "long_steps.py"
+    script.write_text(LONG_STEPS)
+    flags = ["--training.steps", "5", "--training.global_batch_size", "-1"]
+    flags += ["--override.imports", f"{ours}.data", f'{ours}.snapshots={{"micro_batches": 16}}']
+
+    def trained(name, notice_at=0):
+        mark = folder / f"{name}.node" / "mark.json"
+        mark.parent.mkdir(exist_ok=True)
+        mark.unlink(missing_ok=True)
+        MarkFile(mark)
+        env = environ(folder) | {"HARNESS_RUN": str(folder / name), "HARNESS_MARK": str(mark)}
+        env |= {"NOTICE_AT": str(notice_at), "HARNESS_ATTACH": '{"snapshot_every_steps": 1000}'}
+        words = [*TORCHRUN, "2", str(script), *titan_assets.FLAGS, *flags]
+        words += ["--dump_folder", f"{name}_outputs"]
+        ended = subprocess.run(
+            words, cwd=folder, env=env, capture_output=True, text=True, timeout=240
+        )
+        return ended.returncode, clean(ended.stdout + ended.stderr)
+
+    def told():
+        return [
+            [(r.step, r.loss, r.contents, r.lr) for r in history(folder / name)]
+            for name in ("long", "parts")
+        ]
+
+    assert trained("long")[0] == 0
+    code, said = trained("parts", notice_at=3 * 8 + 3)
+    assert code and "step 4 would end too late for the notice" in said, said
+    assert newest(folder / "parts").step == 3
+    assert trained("parts")[0] == 0
+    whole, parts = told()
+    assert parts == whole and len(parts) == 5
+    assert newest(folder / "parts").data["weights"] == newest(folder / "long").data["weights"]
 
 
 def test_a_node_imports_it_once():

@@ -246,6 +246,7 @@ class Net(torch.nn.Linear):
     def forward(self, x, labels): return {"loss": super().forward(x).sum()}
 
 rows = [{"x": torch.ones(2), "labels": torch.ones(1)}] * 8
+
 for options, asked in (
     ({"auto_find_batch_size": True}, None),
     ({"optim": "adalomo"}, None),
@@ -280,6 +281,38 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path, monkeypatch):
     ]
     assert len(said) == len(named)
     assert all(name in line for name, line in zip(named, said, strict=True)), said
+
+
+OWN_LOADER = """
+import sys, torch, transformers
+
+class Net(torch.nn.Linear):
+    def forward(self, x, labels): return {"loss": super().forward(x).sum() * labels.sum()}
+
+rows = [{"x": torch.ones(2), "labels": torch.tensor([1.0 if i < 24 else torch.nan])}
+        for i in range(32)]
+
+class InOrder(transformers.Trainer):
+    def get_train_dataloader(self):
+        return [rows] if sys.argv[1:] else torch.utils.data.DataLoader(rows, 8)
+
+args = transformers.TrainingArguments("out", use_cpu=True, report_to=[], max_steps=4)
+assert args.logging_nan_inf_filter  # it is the default, and hides such a loss from logs only
+InOrder(Net(2, 1), args).train()
+"""
+
+
+def test_a_loader_of_ones_own_and_a_loss_that_is_not_finite(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(OWN_LOADER)
+    attach = json.dumps({"seed": 1, "snapshot_every_steps": 1})
+    env = {**ENV, "HARNESS_ADAPT": "auto", "HARNESS_ATTACH": attach}
+    ended = train(tmp_path / "run", 1, script=script, env=env, codes=(1,))
+    committed = newest(tmp_path / "run")
+    assert "NonFiniteLoss: step 4" in ended.output and (not committed or committed.step <= 3)
+    ended = train(tmp_path / "list", 1, "list", script=script, env=env, codes=(1,))
+    assert "get_train_dataloader: wanted a torch DataLoader" in ended.output
 
 
 def test_another_trainer_is_refused_by_version():

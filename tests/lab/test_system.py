@@ -53,11 +53,14 @@ def test_what_once_broke_a_rule_holds(seed: str) -> None:
     a write without an answer (62300497); half of the step records that are published (65900286); a
     newcomer that was invited by a node whose bucket did not answer, and whose snapshot both then
     waited for (65900470); a node that was ready as its bucket fell silent, and was named in a
-    generation that it could not read (65900607, 62300224); three nodes whose warm processes hung one
-    after the other, each found after 43 s (76500112). And by rules that took a fault to be over while it was not: the longer of
-    two pauses of uploads, which struck together (61000695); that of a node that nothing reached for
+    generation that it could not read (65900607, 62300224); three nodes whose warm processes hung
+    one after the other, each found after 43 s (76500112); a listing that lacked parts for a moment,
+    for which a commit was taken back (72000257), or one that lacked the end, when the script had
+    ended (72000019). And by rules that took a fault to be over while it was not: the longer of two
+    pauses of uploads, which struck together (61000695); that of a node that nothing reached for
     125 s, and which trained on alone meanwhile (62300364); and by one that knew of no hangs:
-    workers that hung three times on each of two nodes, at one step (63700320)."""
+    workers that hung three times on each of two nodes, at one step (63700320). And by a publisher
+    that was simulated without the bound of its agent's last words (72000252)."""
     of = WORLDS[seed]["setting"]
     of["interval"] = Interval(**of["interval"])
     of["offers"] = tuple(Offer(**offer) for offer in of["offers"])

@@ -1,12 +1,13 @@
-"""A store in memory that gives half of each object for a while."""
+"""A store in memory whose line brings half of each object for a while."""
 
 from __future__ import annotations
 
 from storage.stores.folder_store import MemoryStore
+from storage.stores.objects import all_of
 
 
 class HalfAtFirst(MemoryStore):
-    """Gives half of an object the first time that it is read while `broken`; of `most` objects."""
+    """Half of an object comes the first time that it is read while `broken`; of `most` objects."""
 
     def __init__(self, name: str, broken: bool = True, most: int = 1000) -> None:
         super().__init__(f"memory://{name}", {})
@@ -17,4 +18,4 @@ class HalfAtFirst(MemoryStore):
         first = self.broken and key not in self.read and len(self.read) < self.most
         if self.broken:
             self.read.add(key)
-        return data[: len(data) // 2] if first else data
+        return all_of(f"{self.url}/{key}", data[: len(data) // 2], len(data)) if first else data

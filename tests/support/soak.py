@@ -37,11 +37,15 @@ from harness.local.local_run import (
     AGENT,
     Bridge,
     can_isolate,
+    can_mount,
+    fill,
     ip,
     kept_folder,
+    mount,
     plain_environment,
     send_signal,
     train,
+    unmount,
 )
 from harness.look.audit.audit import audit
 from harness.look.audit.audit_signatures import with_signatures
@@ -236,8 +240,10 @@ class SoakedRun:
         """Give the nodes a disk of their own, which can be filled up; only root can."""
         folder = self.run / "local-cloud" / "nodes"
         folder.mkdir(parents=True)
-        words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_NBYTES}", "none", str(folder)]
-        return None if subprocess.run(words, capture_output=True).returncode else folder
+        if not can_mount():
+            return None
+        mount(folder, DISK_NBYTES)
+        return folder
 
     def began_in_silence(self, ended: int) -> bool:
         """Did the controller end because the store was silent when it began?"""
@@ -271,7 +277,7 @@ class SoakedRun:
             time.sleep(0.1)
         self.controller.wait(20)
         if self.disk is not None:
-            subprocess.run(["umount", str(self.disk)], check=True)
+            unmount(self.disk)
         if self.net is not None:
             self.net.__exit__()
 
@@ -332,9 +338,7 @@ def _full(s: SoakedRun) -> bool:
         return False
     filler = s.disk / "filler"
     try:
-        with open(filler, "wb", buffering=0) as f, contextlib.suppress(OSError):
-            while f.write(bytes(4096)):
-                pass
+        fill(s.disk)
         time.sleep(s.rng.uniform(0.3, 4.0))
     finally:
         filler.unlink()

@@ -20,7 +20,7 @@ from harness.controller.recovery import Loop, RunOutcome
 from harness.controller.run_limits import RunSpec
 from harness.core import batch
 from harness.core import step_records as rec
-from harness.core.world import BadInput, Launch
+from harness.core.world import Launch
 from harness.ledger.attempts import how_it_ended
 from harness.look.trackers.publisher import publisher_of
 from harness.look.trackers.tracker_stream import StreamWriter
@@ -56,7 +56,7 @@ from support.broken_parts import (
     panicky,
     sleepy,
 )
-from support.system import fault_plan, system_workers
+from support.system import fault_plan, system_bucket, system_workers
 from support.system.fault_plan import Fault, Setting, faults_of
 from support.system.system_node import SimHost, SimMark, SimNode, SimPool
 from support.system.system_run import Played, SystemBuild, play
@@ -533,15 +533,6 @@ def blames_the_script(node: Any) -> str:
 sound_end_of = how_it_ended
 
 
-class OneAnswer(Ensemble):
-    """One unreadable answer for the run's identity is final."""
-
-    def _identify(self) -> Iterator[float]:
-        if self.sim.trouble.reigns("half-reads", self.workers[0].node):
-            raise BadInput("run.json: wanted the identity of a run; use a new run URL")
-        yield from super()._identify()
-
-
 # ---- publishers ----------------------------------------------------------------------------------
 class SkipsOne(Publisher):
     """Loses the first step of a batch."""
@@ -786,11 +777,11 @@ BUGS: dict[str, Bug] = {
         kinds=("crash-agent",),
         setting=replace(STORMY, max_nodes=2, interval=Interval(every_steps=20)),
     ),
-    "half an answer is final": Bug(
-        "life",
-        B(ensemble=OneAnswer),
-        setting=LONELY,
-        faults=(Fault(60.0, "half-reads", 0, 0, 12.0), Fault(60.5, "kill-worker", 0, 0)),
+    "a part is taken for the whole": Bug(
+        "crash|members",
+        patches=((system_bucket, "all_of", lambda where, data, nbytes: data),),
+        kinds=("half-reads", "controller-half-reads", *LOSSES),
+        setting=STORMY,
     ),
     # publishers
     "a publisher that skips": Bug("published once", B(publisher=SkipsOne), setting=TRACKED),

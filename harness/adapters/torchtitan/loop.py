@@ -167,7 +167,7 @@ class TitanLoop:
     def train_step(self, data_iterator: Any) -> None:
         """Run one optimizer update."""
         assert self._loop is not None
-        self._step, self._calls = self._loop.begin(rounds=0), 0
+        self._step, self._calls = self._loop.begin(rounds=self._loader.rounds), 0
         try:
             self._train_step(data_iterator)
         except DataloaderExhaustedError:
@@ -182,6 +182,7 @@ class TitanLoop:
         """Run one micro-batch. After the last one gradients are those of the global batch."""
         step, current = self._step, self._loader.current
         assert step is not None
+        step.round(self._calls)
         batch = current[self._calls] if self._calls < len(current) else None
         self._calls += 1
         if batch is not None:

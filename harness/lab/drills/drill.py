@@ -6,8 +6,9 @@ at the phase (`process_faults.py`), the fault happens, and they are released. Af
 does nothing, except that it launches a node by the same command when none is left. A cell passes if
 the run ends; `harness prove verify` proves it; the weights' hash is the calm run's; no process is
 left; and the fault's alerts reached a webhook, each once. As root on Linux every node has its own
-network namespace, and a cut takes its link down; elsewhere those cells are skipped. Knows
-processes, signals and links; reads the bucket only to judge.
+network namespace, and a cut takes its link down; elsewhere those cells are skipped. Full
+disks are mounted, as root. Knows processes, signals, links and disks; reads the bucket only to
+judge.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ from harness.local.local_run import (
     LocalRun,
     NotReached,
     can_isolate,
+    can_mount,
+    fill,
     ip,
     kept_folder,
     send_signal,
@@ -183,6 +186,19 @@ def one_way(s: LocalRun) -> None:
         ip("-n", _space(s), "neigh", "replace", address, *nobody)
 
 
+def wall(s: LocalRun) -> None:
+    """Lose silently, to the end, what one node and the others send to each other."""
+    assert s.net is not None
+    ip("link", "set", s.net.link(s.node.number), "nomaster")
+
+
+def enospc(s: LocalRun) -> None:
+    """Fill the disk of one node's scratch folder to the end, and tell its agent to leave, for which
+    it writes a mark there."""
+    fill(s.node.folder)
+    agent_term(s)
+
+
 def _space(s: LocalRun) -> str:
     assert s.net is not None
     return s.net.space(s.node.number)
@@ -246,7 +262,9 @@ def node_kill_and_worker_stop(s: LocalRun) -> None:
     node_kill(s)
 
 
-NEED_LINKS = ("cut", "unreachable", "one-way")
+NEED_LINKS = ("cut", "unreachable", "one-way", "wall")
+NEED_DISK = ("enospc",)
+DISK_NBYTES = 16 << 20
 SorePoint = Callable[[LocalRun], None]
 FAULTS: dict[str, SorePoint] = {
     f.__name__.replace("_", "-"): f
@@ -270,6 +288,8 @@ FAULTS: dict[str, SorePoint] = {
         delivered_twice,
         unreachable,
         one_way,
+        wall,
+        enospc,
         clock_forward,
         clock_back,
         notice,
@@ -346,6 +366,7 @@ MIDDLE = ("step", "staging", "upload", "commit")  # phases in which a world trai
 # by fault: the alert that it fires in any phase, and in MIDDLE; A|B means either
 ANYWHERE = {
     "agent-term": "notice-seen",
+    "enospc": "notice-seen",
     "notice": "notice-seen",
     "cancelled-notice": "notice-seen",
     "notice-without-loss": "notice-seen",
@@ -470,6 +491,9 @@ def drill(ground: Ground, fault: str, phase: str, seed: int) -> Result:
     t0 = time.monotonic()
     if fault in NEED_LINKS and not ground.isolated:
         return Result(fault, phase, "skipped", "needs root and network namespaces")
+    disk_nbytes = DISK_NBYTES if fault in NEED_DISK else 0
+    if disk_nbytes and not can_mount():
+        return Result(fault, phase, "skipped", "needs root, to mount a small disk")
     folder = ground.folder / f"{fault}-{phase}-{seed}"
     folder.mkdir()
     with contextlib.ExitStack() as stack:
@@ -479,7 +503,7 @@ def drill(ground: Ground, fault: str, phase: str, seed: int) -> Result:
             else None
         )
         rng = random.Random(f"{fault} {phase} {seed}")
-        scene = LocalRun(folder, net, rng, EXERCISE, armed)
+        scene = LocalRun(folder, net, rng, EXERCISE, armed, disk_nbytes=disk_nbytes)
         stack.callback(scene.close)
         try:
             outcome, why = "passed", ""

@@ -15,8 +15,8 @@ outside:
     clock                                       seconds by which the wall clock is off
     damage.json {"how": ..., "prefix": ..., "reads": n}   reads of keys with that prefix are
                                                 damaged, n times in each process
-                                                (-1: always): "flip" a bit, "half" of it, "gone"
-                                                (404), "hidden" (404, and not listed either)
+                                                (-1: always): "flip" a bit, "half" of it comes,
+                                                "gone" (404), "hidden" (404, and not listed either)
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from harness.node import heartbeat
 from storage.errors import NotFound, StoreError, StoreUnavailable
 from storage.stores import store_urls
 from storage.stores.bounded_store import CallWaits
-from storage.stores.objects import ObjectStore
+from storage.stores.objects import ObjectStore, all_of
 from storage.stores.retries import Retrying
 
 T = TypeVar("T")
@@ -153,7 +153,8 @@ class SabotagedStore:
             if how in ("gone", "hidden"):
                 raise NotFound(f"{self.url}/{key} (drill)")
             if how == "half":
-                return found[: len(found) // 2]
+                some = found[: len(found) // 2]
+                return all_of(f"{self.url}/{key} (drill)", some, len(found) if end is None else 0)
             return bytes([found[0] ^ 1]) + found[1:] if how and found else found
 
         return self._call("get", key, read)

@@ -23,6 +23,7 @@ p.add_argument("--patience", type=int, default=5, help="epochs without a better 
 p.add_argument("--save-each-epoch", action="store_true")
 p.add_argument("--unused", action="store_true", help="a part of the model has no gradient")
 p.add_argument("--batch-norm", action="store_true")
+p.add_argument("--own-order", action="store_true", help="the training loader has a generator")
 p.add_argument("--own-hands", action="store_true", help="accumulates without accumulate()")
 a = p.parse_args()
 
@@ -80,7 +81,8 @@ def main():
     set_seed(5)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train = DataLoader(data(a.samples, 1), batch_size=4, shuffle=True)
+    order = torch.Generator().manual_seed(3) if a.own_order else None
+    train = DataLoader(data(a.samples, 1), batch_size=4, shuffle=True, generator=order)
     test = DataLoader(data(30, 2), batch_size=4)
     per_epoch = math.ceil(len(train) / a.accumulation)
     total = a.max_train_steps or a.epochs * per_epoch

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -182,6 +183,7 @@ trainer = L.Trainer(
         *([callbacks.GradientAccumulationScheduler({0: 2})] if a.odd == "scheduler" else []),
     ],
 )
+begun = threading.enumerate()
 trainer.fit(model, train, val)
 ended = {
     "weights": [float(p.detach().double().sum()) for p in model.parameters()],
@@ -192,4 +194,6 @@ ended = {
 if trainer.is_global_zero:
     Path(a.folder, "ended").write_text(json.dumps(ended))
     assert Path(trainer.checkpoint_callback.best_model_path).exists()
+    left = [f"{one.name} {one.daemon}" for one in threading.enumerate() if one not in begun]
+    Path(a.folder, "threads").write_text("\n".join(left))
 sys.stdout.flush()

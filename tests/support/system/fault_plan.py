@@ -116,6 +116,7 @@ KINDS = {
     "controller-stalled": Kind("the bucket answers controllers only later", (5, 120)),
     "repeated": Kind("what this node puts or deletes arrives again, seconds later", (5, 120)),
     "half-reads": Kind("this node gets half of each object", (1, 15)),
+    "controller-half-reads": Kind("controllers get half of each object", (1, 60)),
     "controller-expired": Kind("controllers' credentials are expired", (2, 120)),
     "rot": Kind("the newest committed snapshot is damaged in the bucket"),
     # clocks and pauses
@@ -515,13 +516,10 @@ class ActiveFaults:
         return ""
 
     def damages_read(self, node: SimNode | None, key: str) -> bool:
-        return key.endswith("state.bin") and self._misreads("damaged-reads", node)
-
-    def halves_read(self, node: SimNode | None, key: str) -> bool:
-        return node is not None and self._misreads("half-reads", node)
-
-    def _misreads(self, kind: str, node: SimNode | None) -> bool:
-        damaged = self.reigns(kind, node)
+        damaged = key.endswith("state.bin") and self.reigns("damaged-reads", node)
         if damaged and node is not None:
             self.misread[node.attempt] = self._kernel.now_s
         return damaged
+
+    def halves_read(self, node: SimNode | None) -> bool:
+        return self.reigns("controller-half-reads" if node is None else "half-reads", node)

@@ -14,7 +14,7 @@ from harness.lab.simulation.invariants import SimulationEvent
 from harness.lab.simulation.sim_world import WatchedStore
 from storage.errors import NotFound, StoreRefused, StoreUnavailable
 from storage.stores.bounded_store import Prompt
-from storage.stores.objects import Keys, ObjectStore
+from storage.stores.objects import Keys, ObjectStore, all_of
 from storage.stores.retries import Patience
 from storage.testing.faulty_store import Crash
 from support.system.virtual_time import SimCall
@@ -78,8 +78,8 @@ class Served:
         found = self._do("read", key, lambda: self._bucket.get(key, start, end))
         if self._reads and found and self._trouble.damages_read(self._node, key):
             return bytes([found[0] ^ 1]) + found[1:]
-        if start is None and self._trouble.halves_read(self._node, key):
-            return found[: len(found) // 2]
+        if end is None and self._trouble.halves_read(self._node):
+            return all_of(f"{self.url}/{key} (simulated)", found[: len(found) // 2], len(found))
         return found
 
     def put(self, key: str, data: bytes | memoryview) -> None:

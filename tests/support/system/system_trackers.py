@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.core.world import BadInput
 from harness.look.trackers.tracker_registry import RunInfo, StepRecords
 from harness.look.trackers.tracker_stream import StreamWriter
 from harness.look.trackers.trackers import Publisher
 from storage.errors import StoreError
 from storage.testing.faulty_store import Crash
+from support.system.virtual_time import SimCall
 
 if TYPE_CHECKING:
     from support.system.system_node import SimNode
@@ -63,7 +63,9 @@ class SimSidecars:
 
     def end(self, wait_s: float) -> None:
         if self._publisher is not None:
-            self._publish(last=True)
+            last = SimCall[None](self._node.sim.kernel, lambda: self._publish(last=True))
+            if last.wait(wait_s):  # else it is killed
+                last.answer()
         self._ended = True
 
     def _round(self) -> None:
@@ -85,8 +87,6 @@ class SimSidecars:
                 self._writer.round(last)
         except (StoreError, Crash):
             pass  # the next round, or the next publisher
-        except BadInput:  # half an answer: it ends, and its agent starts another
-            self._publisher = None
         finally:
             self._busy = False
 
