@@ -1,5 +1,5 @@
 """Folders that a script names for its own files, and which of them go with their node: `harness
-launch` asks before money is spent, `harness check` has seen the files."""
+launch` asks before money is spent, `harness check` has seen the files. Pure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from harness.check.check_case import SourceText
-from harness.clouds.sky_task import Task
 from harness.core.formatting import plural
+
+if TYPE_CHECKING:
+    from harness.clouds.sky_task import Task
 
 GOES = "on the node's disk, which goes when the node goes"
 REMEDY = (

@@ -447,10 +447,7 @@ def launch(flags: LaunchFlags) -> int:
     policy = policies.resolve(_policy_name(flags))
     if flags.cloud == "sky":
         policy = combinators.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
-        if warning := lost_with_node(task):
-            Console(stderr=True).print(
-                Text.assemble(("warning ", "yellow"), plain(warning)), soft_wrap=True
-            )
+        _warn_of_lost_output(task)
     if flags.dry_run:
         return show_plan(
             flags,
@@ -505,6 +502,13 @@ def launch(flags: LaunchFlags) -> int:
         return ended
     show_report(store, console, flags.html or html_path(url), flags.brief)
     return say_how_it_ended(ended, store, console, url)
+
+
+def _warn_of_lost_output(task: Task) -> None:
+    """Print which folder of the script goes with its node, if one does."""
+    if warning := lost_with_node(task):
+        said = Text.assemble(("warning ", "yellow"), plain(warning))
+        Console(stderr=True).print(said, soft_wrap=True)
 
 
 def _check_skypilot(cloud: str) -> None:
