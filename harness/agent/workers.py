@@ -27,6 +27,7 @@ from harness.core.facts import Fact, WorkerHung
 from harness.core.masking import masked_line
 from harness.core.mesh import MeshChoice
 from harness.node import heartbeat, marks
+from harness.node.compile_cache import compile_cache
 from harness.node.forkserver import CLOSE_S, Forked, ForkServerClient
 from harness.node.heartbeat import DUMP_SIGNAL
 from harness.node.marks import Want
@@ -220,6 +221,7 @@ class Workers:
 
     def _new_nursery(self) -> ForkServerClient:
         env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"}
+        env |= compile_cache(env, self._config.hardware.accelerator)
         if self._config.addr.startswith("127."):
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return ForkServerClient(env)

@@ -115,6 +115,16 @@ class SourceText:
         nodes = ast.walk(self.tree) if self.tree else ()
         return any(isinstance(node, ast.Attribute) and node.attr == attribute for node in nodes)
 
+    def imports(self, *packages: str) -> bool:
+        """Return whether the script imports one of these packages, or a module of it."""
+        found: list[str] = []
+        for node in ast.walk(self.tree) if self.tree else ():
+            if isinstance(node, ast.Import):
+                found += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                found.append(node.module or "")
+        return any(name.partition(".")[0] in packages for name in found)
+
     def _scopes(self, function: str) -> Iterator[Scope]:
         if self.tree is None:
             return

@@ -26,6 +26,7 @@ from harness.check.check_case import (
     median,
 )
 from harness.check.evidence import ObservedStep, RankLife, ScriptFailure
+from harness.check.output_folders import GOES, REMEDY
 from harness.check.run_diff import (
     drawing_line,
     drawn_alike,
@@ -277,12 +278,7 @@ def left_behind(case: Case) -> Iterator[Ruling]:
     path, where = next(iter(written.items()))
     more = f" and {plural(len(written) - 1, 'other file')}" if len(written) > 1 else ""
     verb = "are" if more else "is"
-    what = f"{path}{more} {verb} on the node's disk, which goes when the node goes"
-    remedy = (
-        "train from snapshots, and get the model with `harness snapshots export`; or write to a "
-        "bucket that the task mounts, or keep them with run.files"
-    )
-    yield Ruling("keeps the script's files", NOTE, what, where, remedy)
+    yield Ruling("keeps the script's files", NOTE, f"{path}{more} {verb} {GOES}", where, REMEDY)
 
 
 def noticed(case: Case) -> Iterator[Ruling]:

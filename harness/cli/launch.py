@@ -27,6 +27,7 @@ from harness.bucket.layout import STOP_KEY
 from harness.bucket.member_heartbeats import HeartbeatReader
 from harness.bucket.orders import stop_order
 from harness.bucket.signed_heads import sign_off
+from harness.check.output_folders import lost_with_node
 from harness.cli import doctor
 from harness.cli.alerts_command import alerting_beside, alerts_for_nodes, receivers
 from harness.cli.common import (
@@ -80,7 +81,7 @@ from harness.node.heartbeat import tolerate_full_logs
 from storage.errors import StoreError, StoreUnavailable
 from storage.stores.objects import ObjectStore
 from storage.stores.store_urls import normalize, open_store
-from storage.terminal_text import Console
+from storage.terminal_text import Console, plain
 
 if TYPE_CHECKING:
     from harness.clouds.sky_task import Task
@@ -446,6 +447,7 @@ def launch(flags: LaunchFlags) -> int:
     policy = policies.resolve(_policy_name(flags))
     if flags.cloud == "sky":
         policy = combinators.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
+        _warn_of_lost_output(task)
     if flags.dry_run:
         return show_plan(
             flags,
@@ -500,6 +502,13 @@ def launch(flags: LaunchFlags) -> int:
         return ended
     show_report(store, console, flags.html or html_path(url), flags.brief)
     return say_how_it_ended(ended, store, console, url)
+
+
+def _warn_of_lost_output(task: Task) -> None:
+    """Print which folder of the script goes with its node, if one does."""
+    if warning := lost_with_node(task):
+        said = Text.assemble(("warning ", "yellow"), plain(warning))
+        Console(stderr=True).print(said, soft_wrap=True)
 
 
 def _check_skypilot(cloud: str) -> None:

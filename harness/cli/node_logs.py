@@ -1,4 +1,5 @@
-"""`harness logs`, and the scripts' own output beside the screen of `harness launch --follow-logs`.
+"""`harness logs`, and the scripts' own output on pages and beside the screen of `harness launch
+--follow-logs`.
 
 The local cloud keeps a file per node, which is read on from where it was read to. SkyPilot gives
 the last lines of a cluster's log; those behind the ones that were there before are new.
@@ -9,6 +10,7 @@ that hangs holds up nothing else.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +29,7 @@ from harness.clouds.sky_clusters import tails
 from harness.core.flags import flag, positional
 from harness.core.formatting import plural
 from harness.core.world import BadInput, CloudUnavailable
+from harness.look.pages import run_logs
 from storage.stores.store_urls import normalize
 from storage.terminal_text import Console, plain
 
@@ -71,11 +74,29 @@ def logs(flags: LogsFlags) -> int:
     return DONE
 
 
+def page_logs(url: str) -> tuple[dict[int, str], str]:
+    """Return the newest lines of the nodes' logs by attempt, for the page of a run, and what is
+    missing, in words. SkyPilot is asked for the logs of clusters that exist. Raises OSError."""
+    if is_local(url):
+        return _local_logs(url, run_logs.MOST_LINES), ""
+    if importlib.util.find_spec("sky") is None:
+        return _kept_logs(url, run_logs.MOST_LINES), "logs of living nodes: SkyPilot is not here"
+    try:
+        return _sky_logs(url, run_logs.MOST_LINES), ""
+    except (SkyError, CloudUnavailable) as e:
+        return _kept_logs(url, run_logs.MOST_LINES), f"logs of living nodes: {e}"
+
+
 def _local_logs(url: str, lines: int) -> dict[int, str]:
-    return {
-        number: "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
-        for number, path in local_paths(url).items()
-    }
+    return {number: _last(path, lines) for number, path in local_paths(url).items()}
+
+
+def _last(path: Path, lines: int) -> str:
+    """Return the last lines of a log, of which no more is read than they may have."""
+    most = max(MOST_NBYTES, lines * MOST_LETTERS)
+    with open(path, "rb") as log:
+        log.seek(max(0, path.stat().st_size - most))
+        return "\n".join(log.read(most).decode(errors="replace").splitlines()[-lines:])
 
 
 def local_paths(url: str) -> dict[int, Path]:
@@ -85,18 +106,19 @@ def local_paths(url: str) -> dict[int, Path]:
 
 def _sky_logs(url: str, lines: int) -> dict[int, str]:
     """Return the logs by attempt: from SkyPilot for existing clusters, from kept files for failed
-    ones that are gone."""
-    kept = {
-        p.stem: p.read_text(errors="replace") for p in state_dir(url, "sky-logs").glob("sh-*.log")
-    }
+    ones that are gone. Raises SkyError, CloudUnavailable."""
     sky = sky_broker(url)
     try:
-        found = {**kept, **tails(sky, url, lines)}
+        found = tails(sky, url, lines)
     finally:
         sky.close()
-    return {
-        _attempt(name): "\n".join(text.splitlines()[-lines:]) for name, text in found.items()
-    }
+    living = {_attempt(n): "\n".join(text.splitlines()[-lines:]) for n, text in found.items()}
+    return _kept_logs(url, lines) | living
+
+
+def _kept_logs(url: str, lines: int) -> dict[int, str]:
+    kept = state_dir(url, "sky-logs").glob("sh-*.log")
+    return {_attempt(path.stem): _last(path, lines) for path in kept}
 
 
 def _attempt(cluster: str) -> int:

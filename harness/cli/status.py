@@ -18,6 +18,7 @@ from harness.cli.common import (
     html_path,
     with_key,
 )
+from harness.cli.node_logs import page_logs
 from harness.clouds.sky_broker import Broker, SkyError
 from harness.clouds.sky_clusters import settle
 from harness.core.flags import flag, positional
@@ -260,7 +261,7 @@ class ServeFlags:
     url: str = positional("URL of a folder of runs, or of one run")
     port: int = flag(8321, "where to listen; 0: any port that is free", at_most=65535)
     host: str = flag("127.0.0.1", "address to listen on; others than loopback need --anyone")
-    anyone: bool = flag(False, "whoever reaches this machine may read all runs")
+    anyone: bool = flag(False, "whoever reaches this machine may read all runs and logs")
 
 
 def serve(flags: ServeFlags) -> int:
@@ -275,7 +276,7 @@ def serve(flags: ServeFlags) -> int:
         console.print(f"runs of {url}: {at}  (Ctrl-C ends it)", soft_wrap=True)
 
     try:
-        server.serve(RunsFolder(url, opened), host, flags.port, told)
+        server.serve(RunsFolder(url, opened, read_logs=page_logs), host, flags.port, told)
     except KeyboardInterrupt:
         console.print("")
     return DONE

@@ -1,6 +1,7 @@
 """`harness launch --cloud sky` from its first decision to its end, against a SkyPilot that is played:
 what the run has seen of offers is kept, and the next run begins with it, on another computer too."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -147,6 +148,20 @@ def test_a_dry_run_knows_what_a_launch_would_and_leaves_no_trace(led, tmp_path, 
         p for p in before if "team" in p.parts or "runs" in p.parts
     }
     assert not (tmp_path / "runs" / "new").exists()
+
+
+def test_output_that_goes_with_a_node_is_warned_of_before_anything_is_launched(
+    led, tmp_path, capsys
+):
+    task = tmp_path / "trainer.yaml"
+    command = "exec harness run --run $RUN -- train.py --output_dir out"
+    task.write_text(f"resources: {{accelerators: 'H100:8'}}\nenvs: {{RUN: null}}\nrun: {command}\n")
+    code, sky, _ = led("a", task=task, more=["--dry-run", "--json"])
+    said = capsys.readouterr()
+    assert code == 0 and not sky.jobs and json.loads(said.out)
+    assert f"warning {task}: --output_dir: out is on the node's disk" in said.err
+    code, *_ = led("b", task=task)
+    assert code == 0 and "--output_dir" in capsys.readouterr().err
 
 
 def test_without_skypilot_nothing_is_written(tmp_path, monkeypatch, capsys):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli import node_logs
-from harness.cli.node_logs import LocalLines, SkyLines, behind, logs_beside, show
+from harness.cli.node_logs import LocalLines, SkyLines, behind, logs_beside, page_logs, show
 from harness.core.world import CloudUnavailable
 from storage.terminal_text import Console
 from support import outside
@@ -97,6 +97,40 @@ def test_looks_that_fail_or_hang_hold_up_nothing(tmp_path, console, monkeypatch)
         outside.until(lambda: len(asked) == 2, "it looks again", 20.0)
     assert asked == ["s3://b/x", "s3://b/x", "closed"] and time.monotonic() - begun_s < 20
     answered.set()
+
+
+def test_a_page_has_the_last_lines_of_nodes_that_are_there_and_that_are_gone(tmp_path, monkeypatch):
+    url = f"file://{tmp_path}"
+    written(tmp_path, 2, "x" * 3 * node_logs.MOST_NBYTES + "".join(f"\nline {i}" for i in range(500)))
+    (tmp_path / "local-cloud" / "config.json").write_text("{}")
+    found, problem = page_logs(url)
+    assert list(found) == [2] and problem == ""
+    assert found[2].splitlines() == [f"line {i}" for i in range(460, 500)]
+
+    (tmp_path / "local-cloud" / "config.json").unlink()  # of SkyPilot's clusters now
+    kept = tmp_path / "sky-logs" / "sh-abc-0007.log"
+    kept.parent.mkdir()
+    kept.write_text("the end of a failed node\n")
+    asked = []
+
+    class Closing:
+        def close(self):
+            asked.append("closed")
+
+    def tails(sky, url, lines):
+        if asked:
+            raise CloudUnavailable("no answer")
+        return {"sh-abc-0009": "a\nb"}
+
+    monkeypatch.setattr(node_logs, "tails", tails)
+    monkeypatch.setattr(node_logs, "sky_broker", lambda url: Closing())
+    monkeypatch.setattr(node_logs.importlib.util, "find_spec", lambda name: name)
+    assert page_logs(url) == ({7: "the end of a failed node", 9: "a\nb"}, "")
+    assert page_logs(url) == ({7: "the end of a failed node"}, "logs of living nodes: no answer")
+    assert asked == ["closed", "closed"]
+    monkeypatch.setattr(node_logs.importlib.util, "find_spec", lambda name: None)
+    found, problem = page_logs(url)
+    assert list(found) == [7] and "SkyPilot is not here" in problem and len(asked) == 2
 
 
 TASK = """

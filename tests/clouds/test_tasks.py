@@ -3,6 +3,7 @@ file, field and remedy."""
 
 import importlib.util
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -236,3 +237,14 @@ def test_a_wandb_key_alone_means_online(tmp_path, name):
         text=True,
     )
     assert out.stdout.split() == ["k", "unset"]
+
+
+@pytest.mark.parametrize("name", ["sky_tasks/train.yaml", "harness/cli/templates/train.yaml"])
+def test_the_mounts_that_a_task_offers_in_comments_are_valid(tmp_path, name):
+    text = (ROOT / name).read_text()
+    text = re.sub(r"(?m)^# (file_mounts:|  ~/)", r"\1", text)
+    text = re.sub(r"(?m)^  # (~/)", r"  \1", text)
+    (tmp_path / "t.yaml").write_text(text)
+    mounts = load(tmp_path / "t.yaml", {"RUN": "s3://b/r"}).file_mounts
+    for path in ("~/data", "~/.cache/pip"):
+        assert mounts[path]["source"].startswith("s3://") and mounts[path]["mode"] == "MOUNT_CACHED"

@@ -19,7 +19,7 @@ MOST_DOORS = 20  # files in a folder
 PURE = {
     "agent": {"node_state"},
     "bucket": {"archive", "member_heartbeats", "orders", "setup_objects", "volumes"},
-    "check": {"check_case", "check_rules", "evidence", "run_diff"},
+    "check": {"check_case", "check_rules", "evidence", "output_folders", "run_diff"},
     "controller": {"combinators", "deadline_policy", "fleet_policy", "learning", "offer_value", "policies", "recovery", "run_limits"},
     "controller/forecast": {"dynamic_program", "fleet_program", "price_process", "spell_rates"},
     "core": {"batch", "decoding", "estimates", "facts", "loss_rates", "mesh", "read_traffic", "sample_order", "setup_record", "signing", "step_records", "user_functions", "world"},

@@ -22,6 +22,7 @@ from support.histories import T0, whole_run
 
 pytestmark = pytest.mark.skipif(program() is None, reason="there is no Chromium on this machine")
 EVIL = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+LOGS = {n: "\n".join(f"[0] {EVIL} step {i} " + "loss " * 40 for i in range(30)) for n in (1, 2)}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def served(history):
         name = url.removeprefix("memory://runs").removeprefix("/")
         return MemoryStore(url, objects) if not name else runs[name]
 
-    server = RunsServer(RunsFolder("memory://runs", open_run))
+    server = RunsServer(RunsFolder("memory://runs", open_run, read_logs=lambda url: (LOGS, "")))
     server.folder.start()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
@@ -196,6 +197,7 @@ def test_the_served_table_on_a_phone(tab, served):
     assert not tab.run(OVERFLOW)
     beyond = "[...document.querySelectorAll('#runs td')].filter(c=>c.getBoundingClientRect().right>390).length"
     assert tab.run(beyond) == 0
+    tab.until("document.querySelector('#runs td[data-name=region]')?.offsetHeight")  # has a digest
     named = "[...document.querySelectorAll('#runs tr td')].filter(c=>c.offsetHeight).map(c=>c.dataset.name)"
     assert {"state", "step", "loss", "spent", "region", "last heartbeat"} <= set(tab.run(named))
 
@@ -239,3 +241,22 @@ def test_a_served_run_is_its_report(tab, served):
     commands = "[...document.querySelectorAll('#commands code')].map(c=>c.textContent)"
     assert tab.run(commands) == [f"harness {n} memory://runs/first" for n in ("logs", "runs report")]
     assert tab.said == []
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_a_served_run_has_the_logs_of_its_nodes(tab, served, width):
+    tab.size(width, 900, touch=width < 640)
+    tab.open(served)
+    tab.until("document.querySelectorAll('#runs tbody tr').length == 2")  # the runs are known
+    tab.open(f"{served}run/first")
+    tab.until("document.querySelector('#report section')")
+    assert tab.run("document.querySelectorAll('#logs pre').length") == 0  # read only when opened
+    tab.run("document.querySelector('#logs summary').click()")
+    tab.until("document.querySelectorAll('#logs pre').length == 2")
+    heads = "[...document.querySelectorAll('#logs h3')].map(h=>h.textContent)"
+    assert tab.run(heads) == ["node 2", "node 1"]
+    assert EVIL in tab.run("document.querySelector('#logs pre').textContent")
+    assert tab.run("document.querySelectorAll('#logs img, #logs script').length") == 0
+    at_end = "(p=>p.scrollHeight>p.clientHeight&&p.scrollTop+p.clientHeight>=p.scrollHeight-1)"
+    assert tab.run(f"{at_end}(document.querySelector('#logs pre'))")  # the newest lines are in view
+    assert not tab.run(OVERFLOW) and tab.said == []

@@ -1,12 +1,14 @@
 """The cold start of a run's nodes is told by part, and its parts are those of the ledger."""
 
 import dataclasses
+from statistics import median
 
 import pytest
 
 from harness.core.facts import SessionStarted
+from harness.core.formatting import duration
 from harness.ledger.bill import NANO
-from harness.look.reports.cold_start import cold_start_rows, cold_starts
+from harness.look.reports.cold_start import cold_start_rows, cold_starts, warm_first_steps
 from harness.look.reports.report import headline, to_json
 from harness.look.reports.summary import summarize
 from storage.stores.folder_store import MemoryStore
@@ -42,6 +44,24 @@ def test_from_when_a_generation_is_ready_it_is_the_first_step(summary):
     was, found = cold_starts(summary)[0], cold_starts(dataclasses.replace(summary, facts=moved))[0]
     assert found.first_step == pytest.approx(was.first_step + 2.0)
     assert found.total == pytest.approx(was.total)
+
+
+def test_the_first_step_of_nodes_that_have_trained_before_is_told_beside_it(summary):
+    """... for there nothing is compiled again."""
+    seen, known = set(), []
+    steps = {(p.epoch, p.step): p.seconds for p in (*summary.curve, *summary.lost)}
+    for e in summary.ledger.epochs:
+        if seen.issuperset(e.attempts):
+            known.append(e)
+        seen.update(e.attempts)
+    starts = {s.fact.epoch: s.t for s in reversed(summary.facts) if isinstance(s.fact, SessionStarted)}
+    expected = [e.first_s - starts[e.epoch] + steps[e.epoch, e.first_step] for e in known]
+    assert known and warm_first_steps(summary) == pytest.approx(expected)
+    row = dict(headline(summary))["cold start"]
+    assert f"({duration(median(expected))} once its nodes have trained)" in row
+    first = dataclasses.replace(summary.ledger, epochs=summary.ledger.epochs[:1])
+    ((_, row),) = cold_start_rows(dataclasses.replace(summary, ledger=first))
+    assert "once its nodes" not in row
 
 
 def test_the_head_of_the_report_names_the_parts_and_what_spares_a_long_setup(summary):

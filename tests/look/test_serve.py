@@ -11,6 +11,7 @@ import pytest
 from harness.bucket.journal import Journal
 from harness.core import facts as f
 from harness.core.world import BadInput
+from harness.look.pages import run_logs
 from harness.look.pages.run_index import MOST_RUNS, FollowedRun, RunsFolder
 from harness.look.pages.web_server import RunsServer, checked_host
 from storage.errors import StoreUnavailable
@@ -309,3 +310,56 @@ def test_the_tail_of_a_live_run_continues_its_curve(objects, count):
     curve = run.curve("loss")
     assert curve["step"][-3:] == [TOTAL, TOTAL + 1, TOTAL + 2] and curve["y"][-1] == 1.0
     assert curve["hours"] == sorted(curve["hours"])
+
+
+# ---- logs ----------------------------------------------------------------------------------------
+def test_logs_are_read_beside_requests_within_bounds_and_only_while_somebody_looks(objects):
+    now, asked = [T0], []
+    secret = "AKIA" + "ABCDEFGHIJKLMNOP"
+    long = "\n".join(f"line {i} " + "x" * 2 * run_logs.MOST_LETTERS for i in range(500))
+    many = dict.fromkeys(range(1, 31), "") | {30: f"\x1b[31mred\x1b[0m {EVIL}\a\nkey {secret}", 29: long}
+
+    def read(url):
+        asked.append(url)
+        return many, ""
+
+    folder = RunsFolder("memory://runs", opened(objects, [0]), lambda: now[0], read)
+    folder.look()
+    folder.logs.look()
+    assert asked == []  # nobody has opened them
+    with served(folder) as server:
+        answer, body = ask(server, "/run/a/logs")
+        assert answer.status == 202 and json.loads(body) == {"reading": True} and asked == []
+        folder.logs.look()
+        answer, body = ask(server, "/run/a/logs")
+        assert ask(server, "/run/nobody/logs")[0].status == 404
+    found = json.loads(body)
+    assert answer.status == 200 and answer.getheader("Content-Type") == "application/json"
+    assert [one["attempt"] for one in found["nodes"]] == list(range(30, 10, -1))
+    assert (found["left_out"], found["problem"]) == (10, "")
+    first, second = (one["lines"] for one in found["nodes"][:2])
+    assert first[0].rstrip() == f"red {EVIL}" and secret not in body.decode()
+    assert len(second) == run_logs.MOST_LINES and second[-1].startswith("line 499 ")
+    assert {len(line) for line in second} == {run_logs.MOST_LETTERS}
+    folder.logs.look()
+    assert asked == ["memory://runs/a"]  # not again at once
+    now[0] += run_logs.WANTED_S - 1
+    folder.logs.look()
+    assert len(asked) == 2
+    now[0] += run_logs.WANTED_S + 1
+    folder.logs.look()
+    assert len(asked) == 2 and folder.logs.of("memory://runs/a") is None  # forgotten
+
+
+def test_a_log_that_cannot_be_read_is_a_message_and_others_are_shown():
+    def read(url):
+        if url == "bad":
+            raise OSError("the disk is gone")
+        return {1: "said"}, "one node does not answer"
+
+    logs = run_logs.RunLogs(read, lambda: 0.0)
+    assert logs.of("bad") is logs.of("good") is None
+    logs.look()
+    assert logs.of("bad") == {"problem": "OSError: the disk is gone", "left_out": 0, "nodes": []}
+    assert logs.of("good")["nodes"] == [{"attempt": 1, "lines": ["said"]}]
+    assert logs.of("good")["problem"] == "one node does not answer"

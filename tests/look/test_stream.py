@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from harness.bucket.archive import Compactor, read_facts
+from harness.bucket.journal import Journal
 from harness.core import facts
 from harness.core.world import BadInput
 from harness.look.alerts.alert_log import AlertLog
@@ -23,6 +24,7 @@ from harness.look.trackers.trackers import collect
 from storage.errors import StoreUnavailable
 from storage.snapshots.manifest import Ref
 from storage.stores.folder_store import FileStore, MemoryStore
+from support.interruptions import lost_node
 from support.story import Story
 from support.truerun import TrueRun
 
@@ -69,6 +71,21 @@ def test_a_run_that_goes_through_much():
     before = run.store.list("trackers/")
     assert w.round(last=True) and writer(run).round(last=True)
     assert run.store.list("trackers/") == before  # nothing is left to say
+
+
+def test_a_join_is_a_resize_and_no_interruption():
+    made = lost_node()  # one node is lost, another joins later
+    operations = Operations(store := MemoryStore(), Lineage(store, RunInfo("x", "x", {})))
+    journal = Journal(store, "w", lambda: now)
+    for stamped in made.facts:
+        now = stamped.t
+        journal.record(stamped.fact)
+    journal.flush()
+    operations.poll()
+    values = operations.values(made.t)
+    found, _ = made.told()
+    assert [one.kind for one in found.interruptions] == ["loss", "resize"]
+    assert (values["spot/interruptions"], values["spot/resizes"]) == (1, 2)
 
 
 def test_operations_survive_a_rewind_once():

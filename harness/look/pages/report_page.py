@@ -160,11 +160,11 @@ def _cards(s: Summary) -> list[tuple[str, str, str]]:
     ]
     if usd := s.usd_per_1m_tokens:
         cards.append(("per million tokens", money(usd), f"{s.tokens / 1e6:,.1f} million tokens"))
-    worlds = plural(sum(bool(e.steps) for e in ledger.epochs), "world")
+    generations = plural(sum(bool(e.steps) for e in ledger.epochs), "generation")
     redone = f"{duration(ledger.ns['redone'] / NANO)} of node time"
     return [
         *cards,
-        ("nodes", str(up), f"{worlds}, {plural(len(ledger.notices), 'notice')}"),
+        ("nodes", str(up), f"{generations}, {plural(len(ledger.notices), 'notice')}"),
         ("steps redone", str(ledger.steps_lost), redone),
     ]
 

@@ -1,9 +1,9 @@
 """The runs of a folder, followed in the background for a browser: rows of a table, curves, reports.
 
 Two threads read the buckets: one polls the live state, one makes digests (the content of `harness
-runs report`). Requests only read the results of these two, so the load on a bucket does not depend
-on what browsers request: a few objects per run and poll, one digest at a time, and nothing at all
-while there are no requests. Nothing is written.
+runs report`); a third reads nodes' logs. Requests only read the results of these, so the load on a
+bucket does not depend on what browsers request: a few objects per run and poll, one digest at a
+time, and nothing at all while there are no requests. Nothing is written.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from harness.core.world import HarnessError
 from harness.ledger.run_state import RunState
 from harness.look.pages.line_plots import thinned_indices
 from harness.look.pages.report_page import content, run_name, spend_at
+from harness.look.pages.run_logs import ReadLogs, RunLogs
 from harness.look.reports.live_view import LiveView, about
 from harness.look.reports.summary import Summary, summarize
 from storage.errors import StoreError
@@ -333,8 +334,15 @@ def _decision(state: RunState) -> dict[str, Any] | None:
 class RunsFolder:
     """The runs directly below a URL, or the one run that it names."""
 
-    def __init__(self, url: str, open_run: Opener, now: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        url: str,
+        open_run: Opener,
+        now: Callable[[], float] = time.time,
+        read_logs: ReadLogs = lambda url: ({}, ""),
+    ):
         self.url, self._open, self._now = url, open_run, now
+        self.logs = RunLogs(read_logs, now)
         self.runs: dict[str, FollowedRun] = {}
         self.left_out = 0
         self.problem = ""
@@ -346,6 +354,7 @@ class RunsFolder:
             threading.Thread(target=self._loop, args=(do, pause), name=name, daemon=True)
             for do, pause, name in (
                 (self.look, LOOK_S / 2, "looks"), (self.digest, 0.2, "digests"),
+                (self.logs.look, 0.2, "logs"),
             )
         ]  # fmt: skip
 

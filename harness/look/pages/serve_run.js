@@ -58,6 +58,35 @@
     if (place.textContent === text.join('')) return;
     place.replaceChildren.apply(place, text.map(function (t) { var code = document.createElement('code'); code.textContent = t; return code; }));
   }
+  // what nodes print is text of others: it is only ever set as text
+  var logs = document.getElementById('logs'), logsTag = null;
+  function element(name, text) { var e = document.createElement(name); e.textContent = text; return e; }
+  function readLogs() {
+    if (!logs.open) return Promise.resolve(FIRST_MS);
+    return fetch(base + '/logs', logsTag ? { headers: { 'If-None-Match': logsTag } } : {}).then(function (r) {
+      if (r.status === 304) return POLL_MS;
+      if (!r.ok) throw new Error(r.status);
+      if (r.status === 202) { logs.lastElementChild.replaceChildren(element('p', 'reading the logs …')); return FIRST_MS; }
+      logsTag = r.headers.get('ETag');
+      return r.json().then(function (body) { putLogs(body); return POLL_MS; });
+    });
+  }
+  function putLogs(body) {
+    var place = logs.lastElementChild, bottom = {};
+    // who has scrolled up in a log stays there
+    place.querySelectorAll('pre').forEach(function (p) { bottom[p.id] = p.scrollTop + p.clientHeight >= p.scrollHeight - 4 ? -1 : p.scrollTop; });
+    var parts = [];
+    if (body.problem) parts.push(element('p', body.problem));
+    body.nodes.forEach(function (node) {
+      var pre = element('pre', node.lines.join('\n'));
+      pre.id = 'log-' + node.attempt;
+      parts.push(element('h3', 'node ' + node.attempt), pre);
+    });
+    if (!body.nodes.length && !body.problem) parts.push(element('p', 'there is no log here: nodes that this computer has not launched keep theirs'));
+    if (body.left_out) parts.push(element('p', body.left_out + ' older ' + (body.left_out > 1 ? 'nodes are' : 'node is') + ' left out: harness logs shows all'));
+    place.replaceChildren.apply(place, parts);
+    place.querySelectorAll('pre').forEach(function (p) { var was = bottom[p.id]; p.scrollTop = was === undefined || was < 0 ? p.scrollHeight : was; });
+  }
   function again(f, ms) {
     function once() {
       if (document.hidden) { setTimeout(once, ms); return; }
@@ -68,4 +97,5 @@
   }
   again(readReport, POLL_MS);
   again(readRow, POLL_MS);
+  again(readLogs, POLL_MS);
 })();

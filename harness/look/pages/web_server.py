@@ -8,6 +8,7 @@ markup: pages escape it, and their policy runs only our scripts.
     /                    the table of runs and their curves
     /run/NAME            the report of one run, kept up to date
     /run/NAME/content    only the report's content
+    /run/NAME/logs       the newest lines of its nodes' logs
     /api/runs            rows of the table
     /api/curves          ?run=NAME&run=...&metric=loss
     /static/NAME         scripts and styles
@@ -136,8 +137,13 @@ class RunsHandler(BoundedHandler):
     def _run(self, rest: str) -> None:
         name, _, part = rest.partition("/")
         run = self.server.folder.runs.get(unquote(name))
-        if run is None or part not in ("", "content"):
+        if run is None or part not in ("", "content", "logs"):
             self._missing()
+            return
+        if part == "logs":
+            found = self.server.folder.logs.of(run.url)
+            status = HTTPStatus.ACCEPTED if found is None else HTTPStatus.OK
+            self._json(found or {"reading": True}, status)
             return
         run.wanted_s = run.now()
         if not part:

@@ -121,8 +121,9 @@ def interruptions(
     steps: Columns = NONE,
     records: Committed = NO_RECORDS,
 ) -> list[Interruption]:
-    """Return only the interruptions of `postmortem`."""
-    return list(postmortem(facts, ledger, steps, records).interruptions)
+    """Return the interruptions of `postmortem`, without resizes that the run wanted."""
+    found = postmortem(facts, ledger, steps, records).interruptions
+    return [one for one in found if not one.wanted]
 
 
 # ---- replacements --------------------------------------------------------------------------------

@@ -38,12 +38,7 @@ PARTS = ("provision", "setup", "imports", "first_step")
 
 def cold_starts(s: Summary) -> list[ColdStart]:
     """Return the cold start of each node that made a step, in the order of attempts."""
-    ready: dict[int, float] = {}
-    for stamped in s.facts:
-        if isinstance(stamped.fact, SessionStarted):
-            known = ready.get(stamped.fact.epoch, stamped.t)
-            ready[stamped.fact.epoch] = min(known, stamped.t)
-    took = {(p.epoch, p.step): p.seconds for p in (*s.curve, *s.lost)}
+    ready, took = _times(s)
     found = []
     for node in s.ledger.attempts:
         trained = (e for e in s.ledger.epochs if node.name in e.attempts and e.first_s is not None)
@@ -51,6 +46,32 @@ def cold_starts(s: Summary) -> list[ColdStart]:
             step_s = took.get((first.epoch, first.first_step or 0), 0.0)
             found.append(_cold_start(node, first, ready.get(first.epoch), step_s))
     return found
+
+
+def warm_first_steps(s: Summary) -> list[float]:
+    """Return the seconds from ready to the end of the first step, of each generation whose nodes
+    had all trained before: what torch.compile made is on their disks."""
+    ready, took = _times(s)
+    found, before = [], set[str]()
+    for e in s.ledger.epochs:
+        if e.first_s is None:
+            continue
+        if before.issuperset(e.attempts) and e.epoch in ready:
+            step_s = took.get((e.epoch, e.first_step or 0), 0.0)
+            found.append(max(0.0, e.first_s - ready[e.epoch]) + step_s)
+        before.update(e.attempts)
+    return found
+
+
+def _times(s: Summary) -> tuple[dict[int, float], dict[tuple[int, int], float]]:
+    """Return when each generation was ready to train (wall clock), and the seconds of each step by
+    (generation, step)."""
+    ready: dict[int, float] = {}
+    for stamped in s.facts:
+        if isinstance(stamped.fact, SessionStarted):
+            known = ready.get(stamped.fact.epoch, stamped.t)
+            ready[stamped.fact.epoch] = min(known, stamped.t)
+    return ready, {(p.epoch, p.step): p.seconds for p in (*s.curve, *s.lost)}
 
 
 def _cold_start(
@@ -78,5 +99,7 @@ def cold_start_rows(s: Summary) -> list[tuple[str, str]]:
     named = [(part.replace("_", " "), getattr(one, part)) for part in PARTS]
     parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in named if seconds > 0)
     told = f"{duration(one.total)} to a node's first step (median of {plural(len(starts), 'node')})"
+    warm = warm_first_steps(s)
+    again = f" ({duration(median(warm))} once its nodes have trained)" if warm else ""
     advice = "; an image spares the setup (harness image)" if one.setup >= LONG_SETUP_S else ""
-    return [("cold start", f"{told}: {parts}{advice}")]
+    return [("cold start", f"{told}: {parts}{again}{advice}")]

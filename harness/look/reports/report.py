@@ -84,8 +84,8 @@ def headline(s: Summary) -> list[tuple[str, str]]:
     rows += [
         ("wall time", duration(s.wall_s) + away),
         (
-            "world",
-            f"{world} ranks in {plural(len([e for e in ledger.epochs if e.steps]), 'generation')}",
+            "ranks",
+            f"{world} in {plural(len([e for e in ledger.epochs if e.steps]), 'generation')}",
         ),
         (
             "nodes",
@@ -201,10 +201,10 @@ def _attempts_table(s: Summary) -> Any:
 def _epochs_table(s: Summary) -> Any:
     if not s.ledger.epochs:
         return None
-    right = ("#", "world", "accum", "lost", "took")
+    right = ("#", "ranks", "accum", "lost", "took")
     table = _table(
         "#",
-        "world",
+        "ranks",
         "nodes",
         "accum",
         "shares",
@@ -228,7 +228,7 @@ def _epochs_table(s: Summary) -> Any:
         )
     note = (
         "shares: micro-batches of each rank, accum: of the busiest; lost: steps to redo; took: "
-        "time until the next world trained"
+        "time until the next generation trained"
     )
     return Group(table, Text(note, style="dim"))
 

@@ -35,6 +35,7 @@ from harness.ledger.world_speed import speed_of
 from harness.look.alerts.alert_evaluator import AlertWatch
 from harness.look.alerts.alert_log import SEVERITIES, Alert, AlertLog
 from harness.look.alerts.alert_rules import BUILT_IN, AlertRule
+from harness.look.postmortems.postmortem import interruptions
 from harness.look.reports.summary import snapshot_costs
 from harness.look.trackers.committed_steps import Lineage
 from harness.look.trackers.stream_objects import ExportRow
@@ -408,6 +409,7 @@ class Operations:
             **_money(ledger, len(records.rows), samples, self._tokens_per_sample()),
             **_time_use(ledger),
             **_troubles(ledger),
+            "spot/interruptions": len(interruptions(facts, ledger, told, records)),
             **_world(ledger, state),
             **_snapshots(facts, state, records.rows, told),
             **_restores(state),
@@ -479,7 +481,6 @@ def _troubles(ledger: Ledger) -> dict[str, float]:
         "spot/losses": len(
             [a for a in ledger.attempts if a.end in ("preempted", "lost", "failed", "killed")]
         ),
-        "spot/interruptions": len(broken),
         "spot/resizes": len(
             [
                 e
