@@ -29,6 +29,7 @@ from typing import Any
 
 import yaml
 
+from harness.clouds.cloud_machines import RUN_TAG
 from harness.clouds.sky_broker import (
     CALL_TIMEOUT_S,
     IDLE_MINUTES,
@@ -276,6 +277,9 @@ REST_LIMIT_S = 60.0  # upper limit of that pause
 LAUNCH_LIMIT_S = 3600.0  # a launch that has neither worked nor failed by then is given up
 DOWN_AGAIN_S = 20.0  # pause after a failed `down`
 
+URL_TAGS = ("aws", "azure")  # clouds whose tags can hold a URL, for `harness guard`
+TAG_VALUE = re.compile(r"[\w+=.:/@-]{1,255}", re.ASCII)
+
 ENDED_WITH = re.compile(r"return code list:\D*\[([\d, ]+)\]")
 
 
@@ -448,6 +452,8 @@ class SkyPilotCloud:
             for k, v in self._market.resources(attempt.offer.name).items()
             if k not in ("job_recovery", "autostop")
         }
+        if attempt.offer.name.split("/")[0] in URL_TAGS and TAG_VALUE.fullmatch(self.run_url):
+            resources["labels"] = {**resources.get("labels", {}), RUN_TAG: self.run_url}
         return {
             **self._market.config,
             "name": attempt.name,

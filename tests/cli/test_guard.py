@@ -27,4 +27,4 @@ def test_what_is_forgotten_is_named_and_ended(monkeypatch, capsys):
 def test_an_empty_account_is_said_to_be_so(monkeypatch, capsys):
     monkeypatch.setattr(account_commands, "sky_broker", lambda url: Account())
     assert account_commands.guard(account_commands.GuardFlags()) == DONE
-    assert "no cluster" in capsys.readouterr().out
+    assert "No cluster" in capsys.readouterr().out
