@@ -23,7 +23,7 @@ from harness.cli.common import (
     state_dir,
 )
 from harness.clouds.sky_broker import Broker, SkyError
-from harness.clouds.sky_clusters import tails
+from harness.clouds.sky_clusters import tag, tails
 from harness.core.flags import flag, positional
 from harness.core.formatting import plural
 from harness.core.world import BadInput, CloudUnavailable
@@ -86,9 +86,8 @@ def local_paths(url: str) -> dict[int, Path]:
 def _sky_logs(url: str, lines: int) -> dict[int, str]:
     """Return the logs by attempt: from SkyPilot for existing clusters, from kept files for failed
     ones that are gone."""
-    kept = {
-        p.stem: p.read_text(errors="replace") for p in state_dir(url, "sky-logs").glob("sh-*.log")
-    }
+    folder = state_dir(url, "sky-logs")
+    kept = {p.stem: p.read_text(errors="replace") for p in folder.glob(f"{tag(url)}-*.log")}
     sky = sky_broker(url)
     try:
         found = {**kept, **tails(sky, url, lines)}

@@ -20,7 +20,7 @@ def test_what_is_forgotten_is_named_and_ended(monkeypatch, capsys):
     with pytest.raises(BadInput, match="found nobody"):
         account_commands.guard(account_commands.GuardFlags(end="nobody"))
     assert account_commands.guard(account_commands.GuardFlags(end_idle=True)) == DONE
-    assert {row["name"] for row in sky.clusters("")} == {"sh-0123456789abcdef-0001", "half"}
+    assert {row["name"] for row in sky.clusters("")} == {"gpt-abcdefghi-0001", "half"}
     assert account_commands.guard(account_commands.GuardFlags()) == DONE
 
 

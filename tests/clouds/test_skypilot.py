@@ -2,13 +2,14 @@
 that nothing is left behind."""
 
 import json
+import re
 import sys
 import time
 
 import pytest
 
 from harness.clouds.sky_broker import TRIES, Broker, SkyError, told, verdict
-from harness.clouds.sky_clusters import attempt_of_cluster, bring_down, tag, tails
+from harness.clouds.sky_clusters import attempt_of_cluster, bring_down, cluster_name, tag, tails
 from harness.clouds.sky_task import load
 from harness.clouds.skypilot import SkyPilotCloud, has_spot_market
 from harness.core.world import UNFIT, BadInput, CloudUnavailable, NodeState
@@ -96,7 +97,13 @@ def test_a_member_knows_itself_and_is_pinned_to_its_place(cloud, sky):
     cloud.launch(3, cloud.offers()[0])
     config, secrets, idle_minutes = sky.configs[name(3)]
     # no recovery by SkyPilot: that is our job
-    assert config["resources"] == {"infra": "aws/us-east-1/use1-az1", "use_spot": True}
+    assert config["resources"] == {
+        "infra": "aws/us-east-1/use1-az1",
+        "use_spot": True,
+        "labels": {"spotharness-run": URL},  # by which `harness guard` finds the run
+    }
+    cloud.launch(4, cloud.offers()[1])
+    assert "labels" not in sky.configs[name(4)][0]["resources"]  # whose labels hold no URL
     assert config["envs"] | {"HARNESS_NODE": ""} == {
         "A": "1",
         "RUN": URL,
@@ -388,6 +395,24 @@ def test_names_of_clusters_are_short_and_of_one_run():
         assert attempt_of_cluster(foreign, URL) is None
     # GCP allows 35 letters, and SkyPilot adds a dash and 8 letters of the user's hash
     assert len(name(999_999)) + 9 <= 35
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://b/runs/gpt-124m", "gpt-124m"),
+        ("s3://b/runs/Llama_7B.sft-2/", "llama-7b"),
+        ("s3://b/2026-11-27", "run-2026"),
+        ("gs://b/runs/_", "run"),
+        ("file:///tmp/x", "x"),
+    ],
+)
+def test_names_of_clusters_say_the_run(url, shown):
+    prefix = tag(url)
+    assert re.fullmatch(shown + "-[a-z2-7]{9}", prefix)
+    full = cluster_name(prefix, 999_999)
+    assert re.fullmatch("[a-zA-Z]([-_.a-zA-Z0-9]*[a-zA-Z0-9])?", full)  # SkyPilot's own rule
+    assert len(full) + 9 <= 35 and attempt_of_cluster(full, url) == 999_999
 
 
 def test_a_cluster_that_comes_back_from_the_dead_is_seen_and_ended(cloud, sky):
