@@ -125,9 +125,11 @@ class Calls:
             sky_private.keep_catalog_zones()
         task = sky("task").Task.from_yaml_config(_bare(config))
         launchable, hints = sky_private.launchable(task)
-        if on_demand:
-            also = [r.copy(use_spot=False, zone=None) for r in launchable if r.use_spot]
-            launchable |= {r for r in also if not any(r == o for o in launchable)}
+        if on_demand:  # asked anew: a cloud without spot capacity is among the answers
+            plain = [r.copy(use_spot=False) for r in task.resources]
+            task.set_resources(type(task.resources)(plain))
+            more, hints = sky_private.launchable(task)
+            launchable |= more
         answers = {a["name"]: a for r in launchable if (a := self._offer(r, task.num_nodes))}
         if not answers and hints:
             raise LookupError("; ".join(sorted({without_colours(hint) for hint in hints})))

@@ -86,11 +86,32 @@ def test_a_spot_price_that_is_the_on_demand_price_is_no_offer(task, sky):
     assert [o.usd_per_h for o in made.offers()] == [10.0, 12.0]
     assert made.no_market == ("aws/us-east-1/use1-az4/p5",)
     assert has_spot_market(answer("a/b/c", 5.0, on_demand=0.0))  # unknown on-demand price
+    # one price for all nodes of a cluster, whose labels say which ones are spot
+    assert has_spot_market(answer("kubernetes/lab/8CPU--32GB--H100:8", 16.0, on_demand=16.0))
 
 
 def test_no_offer_at_all_says_what_to_do(task):
     with pytest.raises(BadInput, match=r"task\.yaml.*sky check"):
         SkyPilotCloud(task, URL, FakeSky([])).offers()
+
+
+# as SkyPilot 0.14.1 said it of a Kubernetes cluster without spot labels
+NO_SPOT = """The following features are not supported by Kubernetes:
+\tFeature        Reason
+\tspot_instance  Spot instances are not supported in Kubernetes."""
+
+
+@pytest.mark.parametrize(("on_demand", "told"), [(False, "`--on-demand` takes"), (True, "`sky check`")])
+def test_a_cluster_without_spot_nodes_is_refused_with_the_remedy(task, on_demand, told):
+    class Without(FakeSky):
+        def offers(self, config, clouds, on_demand):
+            raise SkyError("LookupError", NO_SPOT)
+
+    made = SkyPilotCloud(task, URL, Without(), on_demand=on_demand)
+    with pytest.raises(BadInput) as refused:
+        made.offers()
+    said = str(refused.value)
+    assert "\n" not in said and "Spot instances are not supported in Kubernetes.; " + told in said
 
 
 def test_a_member_knows_itself_and_is_pinned_to_its_place(cloud, sky):
