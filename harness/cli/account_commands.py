@@ -21,7 +21,7 @@ from rich import box
 from rich.table import Table
 
 from harness.cli.common import DONE, FAILED, is_final, sky_broker
-from harness.clouds.account import Alive, alive, end
+from harness.clouds.account import Alive, alive, end, end_unknown, unknown_to_skypilot
 from harness.clouds.own_wheel import WHEELS, keep_wheel
 from harness.clouds.sky_broker import SkyError
 from harness.core.flags import flag, positional
@@ -41,21 +41,31 @@ class GuardFlags:
 
 
 def guard(flags: GuardFlags) -> int:
-    """List every cluster of the account: cost, owner, what works there, what ends it."""
+    """List every cluster of the account: cost, owner, what works there, what ends it.
+
+    AWS, Google and Azure are asked too, for machines that SkyPilot has forgotten.
+    """
     sky, console = sky_broker("guard"), Console()
     try:
         found = alive(sky, _has_ended)
+        strays, silent = unknown_to_skypilot(sky, _has_ended)
+        found += strays
         show(found, console)
+        for who, why in silent.items():
+            console.print(f"Not asked: {who}: {why}", markup=False, highlight=False, soft_wrap=True)
         names = [name.strip() for name in flags.end.split(",") if name.strip()]
         if unknown := sorted(set(names) - {one.name for one in found}):
             raise BadInput(f"--end: wanted names of the list above, found {', '.join(unknown)}")
         if flags.end_idle:
             names += [one.name for one in found if one.forgotten and one.name not in names]
         if not names:
-            return FAILED if any(one.forgotten for one in found) else DONE
-        ended = end(sky, names, flags.timeout_s)
+            lost = any(one.forgotten or (one.ours and not one.known) for one in found)
+            return FAILED if lost else DONE
+        of_cloud = {one.name for one in found if not one.known} & set(names)
+        ended = end_unknown(sky, of_cloud, flags.timeout_s) if of_cloud else []
+        ended += end(sky, set(names) - of_cloud, flags.timeout_s)
     except SkyError as e:
-        console.print(f"SkyPilot refused: {e}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"Refused: {e}", markup=False, highlight=False, soft_wrap=True)
         return FAILED
     finally:
         sky.close()
@@ -73,14 +83,18 @@ def _has_ended(url: str) -> bool | None:
 def show(found: list[Alive], console: Console) -> None:
     """Print what is alive, and what of it costs money for nothing."""
     if not found:
-        console.print("SkyPilot knows of no cluster. (Machines made by hand are not seen here.)")
+        console.print("No cluster of SkyPilot's. (Machines made by hand are not seen here.)")
         return
-    table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False)
-    for column in ("cluster", "owner", "hours", "$/h", "$", "works", "ends by itself"):
-        table.add_column(column, justify="right" if column in ("hours", "$/h", "$") else "left")
+    table = Table(box=box.SIMPLE_HEAD, header_style="dim", show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("cluster", no_wrap=True)  # to be copied
+    for column in ("owner", "hours", "$/h", "$", "works", "ends when idle"):
+        number = column in ("hours", "$/h", "$")
+        table.add_column(column, justify="right" if number else "left", no_wrap=number)
     for one in found:
         works = one.idle or ("its run is over" if one.over else one.job or "is being launched")
-        lease = "never" if one.lease_min is None else f"{one.lease_min} min after its job"
+        lease = "never" if one.lease_min is None else f"after {one.lease_min} min"
+        if not one.known:
+            works, lease = one.idle or ("its run is over" if one.over else "?"), "?"
         table.add_row(
             one.name,
             one.owner,
@@ -92,17 +106,22 @@ def show(found: list[Alive], console: Console) -> None:
         )
     console.print(table)
     hourly = sum(one.usd_per_h or 0.0 for one in found)
-    console.print(f"{len(found)} clusters, {hourly:.2f} USD an hour.", highlight=False)
+    number = "1 cluster" if len(found) == 1 else f"{len(found)} clusters"
+    console.print(f"{number}, {hourly:.2f} USD an hour.", highlight=False)
     for one in found:
         if one.forgotten:
-            console.print(
-                f"FORGOTTEN: {one.name} ({one.where}): {one.idle or 'its run is over'}"
-                + (f"; run {one.run}" if one.run else "")
-                + f". End it: harness guard --end {one.name}",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            word, why = "FORGOTTEN", one.idle or "its run is over"
+        elif not one.known:
+            word, why = "UNKNOWN" if one.ours else "SOMEONE ELSE'S", "SkyPilot does not know it"
+        else:
+            continue
+        run = f"; run {one.run}" if one.run else ""
+        console.print(
+            f"{word}: {one.name} ({one.where}): {why}{run}. End it: harness guard --end {one.name}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 # ---- harness image -------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from harness.cli.common import (
     state_dir,
 )
 from harness.clouds.sky_broker import Broker, SkyError
-from harness.clouds.sky_clusters import tails
+from harness.clouds.sky_clusters import tag, tails
 from harness.core.flags import flag, positional
 from harness.core.formatting import plural
 from harness.core.world import BadInput, CloudUnavailable
@@ -117,7 +117,7 @@ def _sky_logs(url: str, lines: int) -> dict[int, str]:
 
 
 def _kept_logs(url: str, lines: int) -> dict[int, str]:
-    kept = state_dir(url, "sky-logs").glob("sh-*.log")
+    kept = state_dir(url, "sky-logs").glob(f"{tag(url)}-*.log")
     return {_attempt(path.stem): _last(path, lines) for path in kept}
 
 

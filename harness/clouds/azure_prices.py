@@ -96,9 +96,10 @@ def eviction_bands(
     return found
 
 
-def login() -> dict[str, str]:
-    """Return the headers of a request to Azure's management API. The token comes from the command
-    `az`, which SkyPilot uses as well. Raises CloudUnavailable that says what to do."""
+def login() -> tuple[dict[str, str], str]:
+    """Return the headers of a request to Azure's management API, and the subscription. Both come
+    from the command `az`, which SkyPilot uses as well. Raises CloudUnavailable that says what to
+    do."""
     az = shutil.which("az") or shutil.which("az", path=str(Path(sys.executable).parent))
     if az is None:
         raise CloudUnavailable(
@@ -116,7 +117,9 @@ def login() -> dict[str, str]:
         if done.returncode:
             words = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
             raise CloudUnavailable(f"`az` gives no token: {words[:300]}")
-        return {"Authorization": f"Bearer {json.loads(done.stdout)['accessToken']}"}
+        said = json.loads(done.stdout)
+        bearer = {"Authorization": f"Bearer {said['accessToken']}"}
+        return bearer, str(said.get("subscription") or "")
     except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, TypeError) as e:
         raise CloudUnavailable(f"`az` gives no token ({type(e).__name__}); try az login") from e
 

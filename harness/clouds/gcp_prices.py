@@ -93,9 +93,10 @@ def spot_usd(
     return [_sum(machine, parts) for machine in machines]
 
 
-def login() -> dict[str, str]:
+def login() -> tuple[dict[str, str], str]:
     """Return the headers of a request to Google's APIs, with the credentials that SkyPilot uses
-    (Google's "application default"). Raises CloudUnavailable that says what to do."""
+    (Google's "application default"), and their project, "" if they name none. Raises
+    CloudUnavailable that says what to do."""
     try:
         auth = importlib.import_module("google.auth")
         transport = importlib.import_module("google.auth.transport.requests")
@@ -105,13 +106,13 @@ def login() -> dict[str, str]:
         ) from e
     headers: dict[str, str] = {}
     try:
-        credentials, _ = auth.default(scopes=[SCOPE])
+        credentials, project = auth.default(scopes=[SCOPE])
         credentials.refresh(transport.Request())
         credentials.apply(headers)
     except auth.exceptions.GoogleAuthError as e:
         words = " ".join(str(e).split())[:300]
         raise CloudUnavailable(f"{words}; try gcloud auth application-default login") from e
-    return headers
+    return headers, str(project or "")
 
 
 def _parts(skus: Iterable[Mapping[str, Any]]) -> list[_SkuPart]:

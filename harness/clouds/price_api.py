@@ -86,12 +86,16 @@ class _NowhereElse(urllib.request.HTTPRedirectHandler):
 
 
 def ask_json(
-    url: str, headers: Mapping[str, str] | None = None, body: Mapping[str, Any] | None = None
+    url: str,
+    headers: Mapping[str, str] | None = None,
+    body: Mapping[str, Any] | None = None,
+    method: str | None = None,
 ) -> dict[str, Any]:
-    """Send a GET, or a POST if there is a `body`, and return the JSON object of the answer. Raises
-    CloudUnavailable with the endpoint's error message."""
+    """Send a GET, or a POST if there is a `body`, or another `method`, and return the JSON object
+    of the answer, {} if it is empty. Raises CloudUnavailable with the endpoint's error message."""
     said = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, said, {**(headers or {}), "Accept": "application/json"})
+    known = {**(headers or {}), "Accept": "application/json"}
+    request = urllib.request.Request(url, said, known, method=method)
     if said is not None:
         request.add_header("Content-Type", "application/json")
     host = urllib.parse.urlsplit(url).netloc
@@ -106,7 +110,7 @@ def ask_json(
     if len(text) > ANSWER_NBYTES:
         raise CloudUnavailable(f"{host} answered with more than {ANSWER_NBYTES >> 20} MiB")
     try:
-        found = json.loads(text)
+        found = json.loads(text or "{}")
     except ValueError as e:
         raise CloudUnavailable(f"{host}: wanted JSON, found {text[:60]!r}") from e
     if not isinstance(found, dict):

@@ -28,12 +28,13 @@ import threading
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import yaml
 
-from harness.clouds import azure_prices, gcp_prices, sky_private
+from harness.clouds import azure_prices, cloud_machines, gcp_prices, sky_private
 from harness.clouds.price_api import price_changes
 from harness.core.masking import keep_secrets
 from harness.core.world import CloudUnavailable, HarnessError
@@ -124,9 +125,11 @@ class Calls:
             sky_private.keep_catalog_zones()
         task = sky("task").Task.from_yaml_config(_bare(config))
         launchable, hints = sky_private.launchable(task)
-        if on_demand:
-            also = [r.copy(use_spot=False, zone=None) for r in launchable if r.use_spot]
-            launchable |= {r for r in also if not any(r == o for o in launchable)}
+        if on_demand:  # asked anew: a cloud without spot capacity is among the answers
+            plain = [r.copy(use_spot=False) for r in task.resources]
+            task.set_resources(type(task.resources)(plain))
+            more, hints = sky_private.launchable(task)
+            launchable |= more
         answers = {a["name"]: a for r in launchable if (a := self._offer(r, task.num_nodes))}
         if not answers and hints:
             raise LookupError("; ".join(sorted({without_colours(hint) for hint in hints})))
@@ -319,7 +322,7 @@ class Calls:
         self, instances: Sequence[str], regions: Sequence[str], url: str
     ) -> list[dict[str, str]]:
         """Return how often Azure evicts nodes of these shapes (`azure_prices.py`)."""
-        return azure_prices.eviction_bands(instances, regions, azure_prices.login(), url)
+        return azure_prices.eviction_bands(instances, regions, azure_prices.login()[0], url)
 
     def gcp_spot_prices(
         self, machines: Sequence[dict[str, Any]], url: str
@@ -333,7 +336,84 @@ class Calls:
                 machine["shape"], clouds="gcp"
             )
             made.append(gcp_prices.GcpMachine(**machine, vcpus=vcpus or 0.0, memory_gib=gib or 0.0))
-        return gcp_prices.spot_usd(made, gcp_prices.login(), url)
+        return gcp_prices.spot_usd(made, gcp_prices.login()[0], url)
+
+    # -- machines, as the clouds list them --
+    def machines(self) -> dict[str, Any]:
+        """Return the machines with SkyPilot's tags of which SkyPilot knows nothing: `found`,
+        `Machine` as dicts with `usd_per_h` (None: no price) and `ours` (this user's SkyPilot
+        launched it); `silent`: who was not asked, and why."""
+        silent: dict[str, str] = {}
+        known = self._known({})
+        listed = self._listed(silent)
+        known |= self._known(silent)  # what was launched meanwhile
+        mine = f"-{sky_private.user_hash()}"
+        return {
+            "silent": silent,
+            "found": [
+                {**asdict(one), "usd_per_h": self._usd(one), "ours": one.cluster.endswith(mine)}
+                for one in listed
+                if one.cluster not in known
+            ],
+        }
+
+    def end_machines(self, clusters: Sequence[str]) -> list[str]:
+        """Ask the clouds to end the machines of these clusters, by their names in `machines`;
+        what SkyPilot knows is left alone. Return the clusters of which there was a machine."""
+        found = [one for one in self.machines()["found"] if one["cluster"] in clusters]
+        logins = cloud_machines.logins(sky("adaptors.aws").client)
+        for cloud in {one["cloud"] for one in found}:
+            _, end = logins[cloud]()
+            for one in found:
+                if one["cloud"] == cloud:
+                    end(one["region"], one["id"], one["cluster"])
+        return sorted({one["cluster"] for one in found})
+
+    @staticmethod
+    def _known(silent: dict[str, str]) -> set[str]:
+        """Return the names, on their clouds, of everybody's clusters, with those of managed jobs,
+        pools and services, which their own controllers keep."""
+        sdk, jobs, serve = sky("client.sdk"), sky("jobs.client.sdk"), sky("serve.client.sdk")
+        names = {r.cluster_name_on_cloud for r in sdk.get(sdk.status(all_users=True))}
+        fields = ["job_id", "status", "cluster_name_on_cloud"]
+        try:
+            queue = jobs.queue_v2(False, skip_finished=True, all_users=True, fields=fields)
+            names |= {job.cluster_name_on_cloud for job in sdk.get(queue)[0]}
+        except sky("exceptions").ClusterNotUpError:
+            pass  # there is no controller
+        for what, status in (("pools", jobs.pool_status), ("services", serve.status)):
+            try:
+                workers = [one for row in sdk.get(status(None)) for one in row["replica_info"]]
+                names |= {getattr(w["handle"], "cluster_name_on_cloud", None) for w in workers}
+            except (sky("exceptions").ClusterNotUpError, RuntimeError) as e:
+                if isinstance(e, RuntimeError):
+                    silent[what] = without_colours(e)
+        return {name for name in names if name}
+
+    def _listed(self, silent: dict[str, str]) -> list[cloud_machines.Machine]:
+        """Return what the enabled clouds list."""
+        found: list[cloud_machines.Machine] = []
+        logins = cloud_machines.logins(sky("adaptors.aws").client)
+        for cloud in self.enabled():
+            if cloud not in logins:
+                silent[cloud] = "its own list is not read"
+                continue
+            try:
+                found += logins[cloud]()[0]()
+            except Exception as e:  # three clouds' libraries, each with errors of its own
+                silent[cloud] = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        return found
+
+    @staticmethod
+    def _usd(machine: cloud_machines.Machine) -> float | None:
+        """Return the price per hour in SkyPilot's catalog, `None` if it is not there."""
+        zone = machine.zone if machine.spot else ""  # on demand, a region's zones cost the same
+        infra = "/".join(p for p in (machine.cloud, machine.region, zone) if p)
+        try:
+            told = {"instance_type": machine.shape, "use_spot": machine.spot}
+            return float(sky().Resources(infra=infra, **told).get_cost(3600))
+        except (ValueError, AssertionError):
+            return None
 
     # -- the server --
     def server(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import re
 import secrets
@@ -18,17 +19,25 @@ from harness.core.facts import AgentStarted, NodeBilled, NodeFound, Stamped
 from harness.core.world import CloudUnavailable
 from storage.stores.objects import ObjectStore
 
-DIGITS = 16  # of the hash of the run's URL in the names of its clusters
+# letters in the names of a run's clusters: of the run's name, and of the hash of its URL (5 bits
+# each)
+NAME, HASH = 9, 9
 
 
 def tag(run_url: str) -> str:
-    """Return the prefix of the names of all clusters of a run, the same for every controller."""
-    return f"sh-{hashlib.sha256(run_url.encode()).hexdigest()[:DIGITS]}"
+    """Return the prefix of the names of all clusters of a run, the same for every controller: the
+    last part of its URL, as far as a cloud takes it, and a hash of all of it."""
+    name = re.sub("[^a-z0-9]+", "-", run_url.rstrip("/").rpartition("/")[2].lower()).strip("-")
+    if not name[:1].isalpha():
+        name = f"run-{name}"  # SkyPilot wants a letter first
+    digest = base64.b32encode(hashlib.sha256(run_url.encode()).digest()).decode().lower()
+    return f"{name[:NAME].strip('-')}-{digest[:HASH]}"
 
 
 def cluster_name(tag: str, attempt: int) -> str:
-    """Return the name of an attempt's cluster. `tag` is the run's. With the hash of the user that
-    SkyPilot adds, it is 33 characters long; GCP allows 35."""
+    """Return the name of an attempt's cluster, such as `gpt-124m-k3f9q2abz-0003`, in `sky status`
+    and SkyPilot's dashboard. `tag` is the run's. With the hash of the user that SkyPilot adds, it
+    has at most 33 characters; GCP allows 35."""
     return f"{tag}-{attempt:04d}"
 
 

@@ -43,6 +43,12 @@ def catalog_version() -> str:
     return str(_sky("skylet.constants").CATALOG_SCHEMA_VERSION)
 
 
+# ---- clusters -----------------------------------------------------------------------------------
+def user_hash() -> str:
+    """Return the hash of this user that ends the names of their clusters on clouds."""
+    return str(_sky("utils.common_utils").get_user_hash())
+
+
 # ---- task files ----------------------------------------------------------------------------------
 def task_schemas() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the JSON schemas of a task file and of its `resources`."""

@@ -29,6 +29,7 @@ from typing import Any
 
 import yaml
 
+from harness.clouds.cloud_machines import RUN_TAG
 from harness.clouds.sky_broker import (
     CALL_TIMEOUT_S,
     IDLE_MINUTES,
@@ -142,9 +143,11 @@ H100_FLOPS = 989e12  # `Offer.speed` is relative to it
 
 def has_spot_market(answer: Mapping[str, Any]) -> bool:
     """Return whether an offer really has a spot market. Some catalogs list a spot price where there
-    is none: it equals the on-demand price. Such a node can be preempted and saves nothing."""
+    is none: it equals the on-demand price. Such a node can be preempted and saves nothing.
+    Kubernetes has one price for both, and spot nodes where their labels say so."""
     return (
-        not answer["on_demand_usd_per_h"]
+        answer["place"].startswith("kubernetes/")
+        or not answer["on_demand_usd_per_h"]
         or answer["usd_per_h"] < 0.999 * answer["on_demand_usd_per_h"]
     )
 
@@ -167,6 +170,13 @@ def to_offer(answer: Mapping[str, Any]) -> Offer:
 APART = (
     "wanted nodes that reach each other, so that they can train together; found that those of {} "
     "would not: {}; or launch with --nodes 1"
+)
+
+
+# what Kubernetes' spot nodes are known by: SkyPilot's SPOT_LABEL_MAP
+NO_SPOT = (
+    "`--on-demand` takes nodes that are not spot. (Kubernetes' spot nodes have the label "
+    "cloud.google.com/gke-spot=true or karpenter.sh/capacity-type=spot)"
 )
 
 
@@ -243,9 +253,10 @@ class SkyOffers:
         except SkyError as e:
             if self._offers:
                 return self._offers  # old offers are better than none
-            raise BadInput(
-                f"{self._path}: SkyPilot has no offer: {e.message}; `sky check` tells more"
-            ) from e
+            said = " ".join(e.message.split())
+            no_spot = "Spot instances are not supported" in said and not self._on_demand
+            more = NO_SPOT if no_spot else "`sky check` tells more"
+            raise BadInput(f"{self._path}: SkyPilot has no offer: {said}; {more}") from e
         self._answers |= {a["name"]: a for a in answers}
         self.apart = {a["name"]: a["apart"] for a in answers if a.get("apart")}
         if self._fleet and self.apart:
@@ -275,6 +286,9 @@ REST_CLOUD, REST_NODE = 1.0, 2.0
 REST_LIMIT_S = 60.0  # upper limit of that pause
 LAUNCH_LIMIT_S = 3600.0  # a launch that has neither worked nor failed by then is given up
 DOWN_AGAIN_S = 20.0  # pause after a failed `down`
+
+URL_TAGS = ("aws", "azure")  # clouds whose tags can hold a URL, for `harness guard`
+TAG_VALUE = re.compile(r"[\w+=.:/@-]{1,255}", re.ASCII)
 
 ENDED_WITH = re.compile(r"return code list:\D*\[([\d, ]+)\]")
 
@@ -448,6 +462,8 @@ class SkyPilotCloud:
             for k, v in self._market.resources(attempt.offer.name).items()
             if k not in ("job_recovery", "autostop")
         }
+        if attempt.offer.name.split("/")[0] in URL_TAGS and TAG_VALUE.fullmatch(self.run_url):
+            resources["labels"] = {**resources.get("labels", {}), RUN_TAG: self.run_url}
         return {
             **self._market.config,
             "name": attempt.name,

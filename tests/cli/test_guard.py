@@ -20,11 +20,11 @@ def test_what_is_forgotten_is_named_and_ended(monkeypatch, capsys):
     with pytest.raises(BadInput, match="found nobody"):
         account_commands.guard(account_commands.GuardFlags(end="nobody"))
     assert account_commands.guard(account_commands.GuardFlags(end_idle=True)) == DONE
-    assert {row["name"] for row in sky.clusters("")} == {"sh-0123456789abcdef-0001", "half"}
+    assert {row["name"] for row in sky.clusters("")} == {"gpt-abcdefghi-0001", "half"}
     assert account_commands.guard(account_commands.GuardFlags()) == DONE
 
 
 def test_an_empty_account_is_said_to_be_so(monkeypatch, capsys):
     monkeypatch.setattr(account_commands, "sky_broker", lambda url: Account())
     assert account_commands.guard(account_commands.GuardFlags()) == DONE
-    assert "no cluster" in capsys.readouterr().out
+    assert "No cluster" in capsys.readouterr().out

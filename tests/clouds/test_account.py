@@ -20,7 +20,7 @@ def found_in(sky: FakeSky) -> dict[str, Alive]:
 
 def test_each_cluster_has_an_owner_a_price_a_lease_and_a_verdict(sky):
     found = found_in(sky)
-    trains, over = found["sh-0123456789abcdef-0001"], found["sh-0123456789abcdef-0002"]
+    trains, over = found["gpt-abcdefghi-0001"], found["gpt-abcdefghi-0002"]
     assert (trains.forgotten, trains.job, trains.lease_min) == (False, "RUNNING", 10)
     assert (trains.owner, trains.usd, trains.usd_per_h) == ("ada", 1.0, 3600.0)
     assert over.forgotten and over.over and not over.idle

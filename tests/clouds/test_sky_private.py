@@ -9,6 +9,7 @@ import csv
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from harness.clouds import sky_private as p
 
 said = {}
 said["catalog_version"] = p.catalog_version()
+said["user_hash"] = [p.user_hash(), inspect.getsource(p._sky("utils.common_utils"))]
 import sky
 p.enable_clouds(["lambda"])
 lacks = {"infra": "lambda", "accelerators": "A100:8", "use_spot": True}
@@ -107,6 +109,8 @@ CONTRACTS = {
     "keep_catalog_zones": lambda said: set() < set(said["keep_catalog_zones"])
     and set(said["keep_catalog_zones"]) <= zones_of_the_catalog(),
     "catalog_version": lambda said: said["catalog_version"] == "v8",
+    "user_hash": lambda said: re.fullmatch("[0-9a-f]{8}", said["user_hash"][0])
+    and "user_hash = f'-{user_hash}'" in said["user_hash"][1],  # the end of names on clouds
     "task_schemas": lambda said: said["task_schemas"] == [True, True],
     "validate": lambda said: "rum" in said["validate"] and "run" in said["validate"],
     "schema_errors": lambda said: said["schema_errors"] == [["num_nodes"]],

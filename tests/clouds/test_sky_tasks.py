@@ -25,7 +25,8 @@ from harness.core.world import DRAINED, UNFIT, BadInput
 from support.sky_catalog import CATALOG, CLOUDS, SECONDS
 
 ROOT = Path(__file__).parents[2]
-TASKS = sorted((ROOT / "sky_tasks").glob("*.yaml"))
+POOL = ROOT / "sky_tasks" / "pool.yaml"  # no task: test_pools_and_groups.py
+TASKS = sorted({*(ROOT / "sky_tasks").glob("*.yaml")} - {POOL})
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("sky") is None, reason="SkyPilot is not installed"),
@@ -202,6 +203,18 @@ def test_on_demand_is_offered_when_asked_for(sky):
     assert on_demand["nebius/eu-north1"]["usd_per_h"] == 23.6
     assert on_demand["aws/us-east-1"]["usd_per_h"] == 55.04
     assert on_demand["aws/us-east-1"]["name"].endswith("/on-demand")
+
+
+def test_a_cloud_without_spot_capacity_is_offered_on_demand(sky):
+    """Lambda has none, as a Kubernetes cluster without spot labels."""
+    resources = {"accelerators": "A6000:1", "use_spot": True}
+    asked = {"config": {"resources": resources}, "clouds": ["lambda"]}
+    with pytest.raises(SkyError, match="Spot instances are not supported"):
+        sky("offers", SECONDS, on_demand=False, **asked)
+    found = sky("offers", SECONDS, on_demand=True, **asked)
+    assert found and not any(one["spot"] or one["resources"].get("use_spot") for one in found)
+    true = min(usd for usd, cloud, *_, name, _ in rows(spot=False) if (cloud, name) == ("lambda", "A6000"))
+    assert found[0]["usd_per_h"] == pytest.approx(true)
 
 
 def test_the_controller_is_small_and_not_taken_away(sky):

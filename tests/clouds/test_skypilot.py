@@ -2,13 +2,14 @@
 that nothing is left behind."""
 
 import json
+import re
 import sys
 import time
 
 import pytest
 
 from harness.clouds.sky_broker import TRIES, Broker, SkyError, told, verdict
-from harness.clouds.sky_clusters import attempt_of_cluster, bring_down, tag, tails
+from harness.clouds.sky_clusters import attempt_of_cluster, bring_down, cluster_name, tag, tails
 from harness.clouds.sky_task import load
 from harness.clouds.skypilot import SkyPilotCloud, has_spot_market
 from harness.core.world import UNFIT, BadInput, CloudUnavailable, NodeState
@@ -85,6 +86,8 @@ def test_a_spot_price_that_is_the_on_demand_price_is_no_offer(task, sky):
     assert [o.usd_per_h for o in made.offers()] == [10.0, 12.0]
     assert made.no_market == ("aws/us-east-1/use1-az4/p5",)
     assert has_spot_market(answer("a/b/c", 5.0, on_demand=0.0))  # unknown on-demand price
+    # one price for all nodes of a cluster, whose labels say which ones are spot
+    assert has_spot_market(answer("kubernetes/lab/8CPU--32GB--H100:8", 16.0, on_demand=16.0))
 
 
 def test_no_offer_at_all_says_what_to_do(task):
@@ -92,11 +95,36 @@ def test_no_offer_at_all_says_what_to_do(task):
         SkyPilotCloud(task, URL, FakeSky([])).offers()
 
 
+# as SkyPilot 0.14.1 said it of a Kubernetes cluster without spot labels
+NO_SPOT = """The following features are not supported by Kubernetes:
+\tFeature        Reason
+\tspot_instance  Spot instances are not supported in Kubernetes."""
+
+
+@pytest.mark.parametrize(("on_demand", "told"), [(False, "`--on-demand` takes"), (True, "`sky check`")])
+def test_a_cluster_without_spot_nodes_is_refused_with_the_remedy(task, on_demand, told):
+    class Without(FakeSky):
+        def offers(self, config, clouds, on_demand):
+            raise SkyError("LookupError", NO_SPOT)
+
+    made = SkyPilotCloud(task, URL, Without(), on_demand=on_demand)
+    with pytest.raises(BadInput) as refused:
+        made.offers()
+    said = str(refused.value)
+    assert "\n" not in said and "Spot instances are not supported in Kubernetes.; " + told in said
+
+
 def test_a_member_knows_itself_and_is_pinned_to_its_place(cloud, sky):
     cloud.launch(3, cloud.offers()[0])
     config, secrets, idle_minutes = sky.configs[name(3)]
     # no recovery by SkyPilot: that is our job
-    assert config["resources"] == {"infra": "aws/us-east-1/use1-az1", "use_spot": True}
+    assert config["resources"] == {
+        "infra": "aws/us-east-1/use1-az1",
+        "use_spot": True,
+        "labels": {"spotharness-run": URL},  # by which `harness guard` finds the run
+    }
+    cloud.launch(4, cloud.offers()[1])
+    assert "labels" not in sky.configs[name(4)][0]["resources"]  # whose labels hold no URL
     assert config["envs"] | {"HARNESS_NODE": ""} == {
         "A": "1",
         "RUN": URL,
@@ -388,6 +416,24 @@ def test_names_of_clusters_are_short_and_of_one_run():
         assert attempt_of_cluster(foreign, URL) is None
     # GCP allows 35 letters, and SkyPilot adds a dash and 8 letters of the user's hash
     assert len(name(999_999)) + 9 <= 35
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://b/runs/gpt-124m", "gpt-124m"),
+        ("s3://b/runs/Llama_7B.sft-2/", "llama-7b"),
+        ("s3://b/2026-11-27", "run-2026"),
+        ("gs://b/runs/_", "run"),
+        ("file:///tmp/x", "x"),
+    ],
+)
+def test_names_of_clusters_say_the_run(url, shown):
+    prefix = tag(url)
+    assert re.fullmatch(shown + "-[a-z2-7]{9}", prefix)
+    full = cluster_name(prefix, 999_999)
+    assert re.fullmatch("[a-zA-Z]([-_.a-zA-Z0-9]*[a-zA-Z0-9])?", full)  # SkyPilot's own rule
+    assert len(full) + 9 <= 35 and attempt_of_cluster(full, url) == 999_999
 
 
 def test_a_cluster_that_comes_back_from_the_dead_is_seen_and_ended(cloud, sky):

@@ -23,8 +23,8 @@ class Account(FakeSky):
 def account() -> Account:
     made = Account()
     for name, run, idle_minutes in (
-        ("sh-0123456789abcdef-0001", LIVE, 10),
-        ("sh-0123456789abcdef-0002", OVER, 10),
+        ("gpt-abcdefghi-0001", LIVE, 10),
+        ("gpt-abcdefghi-0002", OVER, 10),
         ("mine", None, None),
         ("notebook", None, None),
         ("half", None, None),

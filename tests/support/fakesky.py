@@ -141,6 +141,9 @@ class FakeSky:
             if name.startswith(prefix)
         ]
 
+    def machines(self):
+        return {"found": [], "silent": {}}
+
     def down(self, name):
         if name not in self.records:
             raise SkyError("ClusterDoesNotExist", f"Cluster '{name}' does not exist.")

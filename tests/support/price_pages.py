@@ -23,7 +23,7 @@ def serving(fake):
             self.end_headers()
             self.wfile.write(content)
 
-        do_GET = do_POST
+        do_GET = do_DELETE = do_POST
 
         def log_message(self, *_):
             pass
