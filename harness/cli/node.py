@@ -43,6 +43,7 @@ from harness.cli.common import (
     worlds,
 )
 from harness.cli.run_record import RecordFlags, said_in_variables
+from harness.core import extensions
 from harness.core.flags import Bounds, StepsAsked, flag, positional
 from harness.core.input_files import output_folder, readable_file
 from harness.core.mesh import meshes_told, parse_choice, replica_ranks_told
@@ -232,6 +233,7 @@ def check_for_workers(env: Mapping[str, str]) -> None:
         "HARNESS_ON_DEMAND_USD_PER_H": lambda text: Bounds().of(text, float),
         "HARNESS_PRELOAD": check_modules,
         "HARNESS_DATA_CACHE_GIB": _gib,
+        "HARNESS_GUARDS": _guards,
     }
     for name, check in checks.items():
         if text := env.get(name, ""):
@@ -255,6 +257,10 @@ def _pauses(text: str) -> None:
         found = float(word)
         if not (math.isfinite(found) and 0.0 <= found <= 600.0):
             raise ValueError("wanted seconds between 0 and 600, for example 1,3,8")
+
+
+def _guards(text: str) -> object:
+    return None if text == "off" else extensions.load(extensions.GUARD_RULES, "--guards")(text)
 
 
 def _gib(text: str) -> object:
@@ -311,6 +317,7 @@ class RunFlags(RecordFlags, AlertFlags):
         "nodes and their ranks": ("min_nodes", "mesh", "replica_ranks", "worlds"),
         "preemption notices": ("notices", "grace_s", "leave_after", "notify_signal"),
         "unchanged scripts": ("adapt", "attach", "script_world"),
+        "bad steps": ("guards",),
         "observability": ("trackers", "profile", "prometheus", "alert"),
         "snapshots and provenance": ("replica", "on_change"),
     }
@@ -389,6 +396,11 @@ class RunFlags(RecordFlags, AlertFlags):
         "this is the global batch of the whole run; 0: HARNESS_SCRIPT_WORLD, else the first world "
         "of the run",
         at_least=0,
+    )
+    guards: str = flag(
+        "",
+        "clip and skip bad steps, and report spikes of the loss (docs/GUARDS.md): default, off, or "
+        "a YAML file of settings; default: HARNESS_GUARDS, else off",
     )
     profile: str = flag(
         "",
@@ -551,6 +563,9 @@ def run(flags: RunFlags) -> int:
         env["HARNESS_ALLOW_REWIND"] = "1"  # for its workers
     if flags.profile:
         env["HARNESS_PROFILE"] = flags.profile
+    if flags.guards:
+        is_file = flags.guards not in ("default", "off")
+        env["HARNESS_GUARDS"] = os.path.abspath(flags.guards) if is_file else flags.guards
     env.update(said_in_variables(flags))  # for its workers as well
     env.update(adapting(flags, argv, env))
     check_for_workers(env)

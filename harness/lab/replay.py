@@ -102,6 +102,8 @@ def replay(
         "HARNESS_REPLICA_RANKS": str(replica_ranks),
         "HARNESS_MESH": mesh,
     }
+    if (guards := source.load(found[start]).data["state"].get("guards")) is not None:
+        extra["HARNESS_GUARDS"] = json.dumps(guards["settings"])
     if rec.is_foreign(identity):  # a foreign trainer made the steps, and has to make them again
         extra["HARNESS_ADAPT"] = str(identity["adapter"])
         extra["HARNESS_ATTACH"] = json.dumps({"reduce": identity["reduce"]})

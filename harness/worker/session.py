@@ -64,7 +64,7 @@ from harness.worker.snapshotter import (
 from harness.worker.step import Step, Work
 from harness.worker.step_log import StepLog
 from harness.worker.step_timing import PhaseTimer, Rates, marks_of
-from harness.worker.training_state import Training
+from harness.worker.training_state import Guard, Training
 from harness.worker.votes import HalfSteps, Votes
 from storage.snapshots.retention import AGES_H, Keep
 from storage.snapshots.snapshots import Snapshots
@@ -134,6 +134,7 @@ class Options:
     peak_flops: float | None
     config: Any
     on_change: str | None
+    guards: Any = None
 
 
 @dataclass
@@ -147,6 +148,7 @@ class SafePoint:
     parts: int = 0
 
 
+GUARDS = "HARNESS_GUARDS"
 MOST_STEPS = 1000  # between two safe points; if there are more, none are recorded
 
 
@@ -178,6 +180,7 @@ class Session:
         last_seen = NewestCommitted(seen_path, joined.url, writes=peers.local_rank == 0)
         training, rates = Training(peers, reduce), Rates(peers.device, o.peak_flops)
         nodes = max(1, int(environ.get("GROUP_WORLD_SIZE", 1)))
+        training.guard = self._guard(environ.get(GUARDS) if o.guards is None else o.guards)
         losses = RunLosses(environ.get("HARNESS_PLACE", ""), nodes)
         timer, rhythm = PhaseTimer(marks_of(peers.device)), Rhythm(o.interval, losses)
         log = StepLog(joined, rates, timer)
@@ -198,6 +201,12 @@ class Session:
         self._halves = HalfSteps(self._work, self._hands.count)
         self._safe: SafePoint | None = None  # the last one; None: there was none
         self._profile = Profile(joined, peers.device, environ.get("HARNESS_PROFILE", ""))
+
+    def _guard(self, asked: Any) -> Guard | None:
+        """Return the guards that somebody asked for, or None. Raises BadInput."""
+        if asked is None or asked in ("", "off"):
+            return None
+        return extensions.load(extensions.GUARD, "guards=").of(asked)  # type: ignore[no-any-return]
 
     # ---- properties for the script ---------------------------------------------------------------
     @property
@@ -371,6 +380,7 @@ class Session:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         tokens_per_sample: int = 0,
         flops_per_sample: float | str = 0.0,
+        guards: Any = None,
     ) -> Iterator[Step]:
         """Yield the remaining steps, after resuming from the newest valid snapshot. `global_batch`
         and `micro_batch` are in samples.
@@ -379,7 +389,8 @@ class Session:
         thread, read ahead (docs/DATA.md). `tokens_per_sample`, and the model's `flops_per_sample`
         (forward and backward), are only for reports: tokens per second, and the used part of the
         devices' peak (MFU). Instead of a number: "6PT" (six times parameters times tokens), or
-        "counted": torch counts the first micro-batch, including recomputation (HFU).
+        "counted": torch counts the first micro-batch, including recomputation (HFU). `guards`:
+        those of `attach`, if they are for this loop only.
 
         `total` counts from the run's first step. `epochs`, instead: the number of passes over the
         data (`step.epoch`, `step.ends_epoch`). The step that reaches it is committed at once, so
@@ -394,6 +405,8 @@ class Session:
         if training.model is None:
             raise BadInput("call run.prepare(model, optimizer) before run.steps(...)")
         check_unwrapped(training.model)
+        if guards is not None:
+            training.watch(self._guard(guards))
         if (total is None) is (epochs is None):
             raise BadInput("run.steps(...): wanted either total= (optimizer steps) or epochs=")
         try:
@@ -469,8 +482,14 @@ class Session:
         a fresh start).
 
         `steps` and `loader` call it. Call it only in a loop of your own, followed by `safe_point`
-        after each step and `finish` after the last.
+        after each step and `finish` after the last. Raises BadInput with guards, which see no
+        gradients there.
         """
+        if self._work.training.guard is not None:
+            raise BadInput(
+                "guards do not see the gradients of a loop with run.safe_point: wanted run.steps, "
+                "run.loader or transformers; leave out guards= and --guards"
+            )
         self._setup.settle()
         self._hands.resume()
         self._safe = SafePoint(self._run.step, time.perf_counter())
@@ -631,6 +650,7 @@ def attach(
     peak_flops: float | None = None,
     config: Any = None,
     on_change: str | None = None,
+    guards: Any = None,
 ) -> Session:
     """Join the run that the environment names, and return this process's session.
 
@@ -657,7 +677,9 @@ def attach(
     this rank's device, for MFU; None: derived from its name and the model's precision. `config`:
     other values that the result depends on (a dict, dataclass, Namespace, ...), for trackers.
     `on_change`: "refuse", "warn" or "accept" if the setup differs from the one that the run began
-    with; None: HARNESS_ON_CHANGE, else "warn" (docs/REPRODUCE.md).
+    with; None: HARNESS_ON_CHANGE, else "warn" (docs/REPRODUCE.md). `guards`: "default", "off", a
+    file of settings, or `harness.Guards(...)`: what to do about bad steps (docs/GUARDS.md); None:
+    HARNESS_GUARDS, which `harness run --guards` sets, else "off".
 
     Side effects: it seeds Python's, numpy's and torch's generators, here and before every
     micro-batch; makes this rank's GPU the current device; joins the process group if WORLD_SIZE is
@@ -677,7 +699,7 @@ def attach(
     interval = snapshot_timer.Interval(snapshot_every_s, snapshot_every_steps)
     options = Options(
         seed, run, interval, keep, reduce, replica_ranks, mesh,
-        timeout_s, backend, deterministic, votes_late, peak_flops, config, on_change,
+        timeout_s, backend, deterministic, votes_late, peak_flops, config, on_change, guards,
     )  # fmt: skip
     _attached[:] = [Session(dict(os.environ), options)]
     return _attached[0]
