@@ -169,8 +169,9 @@ class StepRules:
         that; `scaled`: a GradScaler answers for norms that are not finite."""
         if scaled and math.isfinite(loss) and not math.isfinite(norm):
             return Finding()
-        most, spike = self._most_norm(), self._spike(loss)
-        why = self._why_skip(loss, norm)
+        mean = math.fsum(self.norms) / len(self.norms) if self._is_warm else 0.0
+        most, spike = self._most_norm(mean), self._spike(loss)
+        why = self._why_skip(loss, norm, mean)
         if why:
             return self._skipped(step, why, spike, math.isfinite(loss) and not math.isfinite(norm))
         self.applied += 1
@@ -198,22 +199,18 @@ class StepRules:
     def _is_warm(self) -> bool:
         return self.applied >= self.guards.warm_up
 
-    def _mean(self) -> float:
-        return math.fsum(self.norms) / len(self.norms)
-
-    def _most_norm(self) -> float | None:
+    def _most_norm(self, mean: float) -> float | None:
         if not (self.guards.clip_sigmas and self._is_warm):
             return None
-        mean = self._mean()
-        variance = math.fsum((norm - mean) ** 2 for norm in self.norms) / len(self.norms)
+        variance = math.fsum([(norm - mean) ** 2 for norm in self.norms]) / len(self.norms)
         return max(self.guards.clip_least, mean + self.guards.clip_sigmas * math.sqrt(variance))
 
-    def _why_skip(self, loss: float, norm: float) -> str:
+    def _why_skip(self, loss: float, norm: float, mean: float) -> str:
         for what, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
                 return f"the {what} is {value}"
         above = self.guards.skip_above
-        if above and self._is_warm and (mean := self._mean()) > 0 and norm > above * mean:
+        if above and mean > 0 and norm > above * mean:
             return f"the gradient norm {norm:.4g} is above {above:g} times its mean {mean:.4g}"
         return ""
 
@@ -221,11 +218,13 @@ class StepRules:
         """Return the loss and the usual one, where a spike begins."""
         if self.guards.spike == OFF or not self._is_warm or not math.isfinite(loss):
             return None
-        usual = median(self.losses)
-        distance = median(abs(one - usual) for one in self.losses)
-        far = max(self.guards.spike_deviations * distance, self.guards.spike_share * abs(usual))
-        before, self.spiking = self.spiking, loss > usual + far
+        usual, before = median(self.losses), self.spiking
+        far = self.guards.spike_share * abs(usual)
+        self.spiking = loss > usual + far and loss > usual + self._usual_distance(usual)
         return (loss, usual) if self.spiking and not before else None
+
+    def _usual_distance(self, usual: float) -> float:
+        return self.guards.spike_deviations * median([abs(one - usual) for one in self.losses])
 
     # ---- state -----------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
