@@ -131,7 +131,7 @@ def _built(settings: object, where: str) -> Guards:
 
 # ---- the judgement -------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Finding:
+class StepFinding:
     """The judgement of a step. `skip`: why the optimizer must not step; "": it may. `most_norm`:
     clip to this norm; None: there is no bound yet. `spike`: (loss, usual loss) if a spike of the
     loss begins with this step. `bad`: skipped updates in the window, if they are too many, else
@@ -164,11 +164,11 @@ class StepRules:
         self.norms = deque(self.norms, self.guards.window)
         self.losses = deque(self.losses, self.guards.window)
 
-    def judge(self, step: int, loss: float, norm: float, scaled: bool = False) -> Finding:
+    def judge(self, step: int, loss: float, norm: float, scaled: bool = False) -> StepFinding:
         """Judge a step before its update. `loss`: over the global batch; `norm`: of the gradient of
         that; `scaled`: a GradScaler answers for norms that are not finite."""
         if scaled and math.isfinite(loss) and not math.isfinite(norm):
-            return Finding()
+            return StepFinding()
         mean = math.fsum(self.norms) / len(self.norms) if self._is_warm else 0.0
         most, spike = self._most_norm(mean), self._spike(loss)
         why = self._why_skip(loss, norm, mean)
@@ -178,7 +178,7 @@ class StepRules:
         self.losses.append(loss)
         self.clipped += most is not None and norm > most
         self.norms.append(norm if most is None else min(norm, most))
-        return Finding(most_norm=most, spike=spike)
+        return StepFinding(most_norm=most, spike=spike)
 
     def watches(self, step: int) -> bool:
         """Return whether the gradients of each micro-batch should be looked at in this step: a norm
@@ -187,13 +187,13 @@ class StepRules:
 
     def _skipped(
         self, step: int, why: str, spike: tuple[float, float] | None, in_gradients: bool
-    ) -> Finding:
+    ) -> StepFinding:
         self.skipped += 1
         self.bad = [one for one in self.bad if one > step - self.guards.bad_window] + [step]
         if in_gradients:
             self.blind = step
         bad = len(self.bad) if len(self.bad) > self.guards.most_bad else 0
-        return Finding(why, None, spike, bad, in_gradients)
+        return StepFinding(why, None, spike, bad, in_gradients)
 
     @property
     def _is_warm(self) -> bool:

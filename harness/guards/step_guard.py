@@ -24,7 +24,7 @@ import torch.distributed as dist
 from harness.core.batch import indices_at
 from harness.core.facts import GuardTripped, StepSkipped
 from harness.core.world import BadInput
-from harness.guards.guard_rules import HOLD, Finding, Guards, StepRules, guards_of
+from harness.guards.guard_rules import HOLD, Guards, StepFinding, StepRules, guards_of
 from harness.worker.gradients.parallel import Replicated, Sharded, Single
 from harness.worker.training_state import PASSED, Judged, StepHooks, Training
 
@@ -170,7 +170,7 @@ class StepGuard:
         )
 
     def _skip(
-        self, work: Work, sums: Sums, found: Finding, numbers: tuple[float, float]
+        self, work: Work, sums: Sums, found: StepFinding, numbers: tuple[float, float]
     ) -> None:
         """Record a skipped update. Raises BadInput when there were too many."""
         run, number = work.run, work.run.step + 1

@@ -402,13 +402,10 @@ class Session:
         once, or without an agent (plain torchrun, a single process), call `finish` after the loop.
         """
         training, feed = self._work.training, self._work.feed
-        if training.model is None:
-            raise BadInput("call run.prepare(model, optimizer) before run.steps(...)")
-        check_unwrapped(training.model)
-        if guards is not None:
-            training.watch(self._guard(guards))
         if (total is None) is (epochs is None):
             raise BadInput("run.steps(...): wanted either total= (optimizer steps) or epochs=")
+        self._check_prepared(guards)
+        assert training.model is not None
         try:
             stream = feed.open(dataset, global_batch, micro_batch, shuffle, collate_fn)
         except TooManyRanks as e:
@@ -440,6 +437,16 @@ class Session:
             self._profile.stop()
         self._hands.turn(boundary.Reached())
         self._profile.wait()
+
+    def _check_prepared(self, guards: Any) -> None:
+        """Check that there is a model to train, and take over other guards. Raises BadInput."""
+        training = self._work.training
+        if training.model is None:
+            raise BadInput("call run.prepare(model, optimizer) before run.steps(...)")
+        check_unwrapped(training.model)
+        wanted = training.guard if guards is None else self._guard(guards)
+        if getattr(wanted, "guards", None) != getattr(training.guard, "guards", None):
+            training.watch(wanted)
 
     def _try_out(self, stream: Any) -> None:
         """Test, before the first step, whether the stream can be resumed. Raises BadInput."""
@@ -678,8 +685,7 @@ def attach(
     other values that the result depends on (a dict, dataclass, Namespace, ...), for trackers.
     `on_change`: "refuse", "warn" or "accept" if the setup differs from the one that the run began
     with; None: HARNESS_ON_CHANGE, else "warn" (docs/REPRODUCE.md). `guards`: "default", "off", a
-    file of settings, or `harness.Guards(...)`: what to do about bad steps (docs/GUARDS.md); None:
-    HARNESS_GUARDS, which `harness run --guards` sets, else "off".
+    file or `harness.Guards(...)` (docs/GUARDS.md); None: HARNESS_GUARDS, else "off".
 
     Side effects: it seeds Python's, numpy's and torch's generators, here and before every
     micro-batch; makes this rank's GPU the current device; joins the process group if WORLD_SIZE is

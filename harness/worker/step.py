@@ -589,8 +589,8 @@ class OpenStep:
 
     @property
     def skipped(self) -> str:
-        """Why the guards skip this step's update, after `sync`; "": they do not. All gradients are
-        None then, so a script's own `optimizer.step()` does nothing."""
+        """The reason why guards skip this step's update, after `sync`; "": they do not. Gradients
+        are None then, so a script's own `optimizer.step()` does nothing."""
         return self._phase.judged.skip
 
     @property

@@ -2,6 +2,8 @@
 is named, the same weights on any world, resumes, and the limit."""
 
 import json
+import subprocess
+import sys
 from functools import lru_cache
 
 import numpy as np
@@ -9,13 +11,16 @@ import pytest
 
 from harness.bucket.archive import read_facts
 from harness.core.batch import Batching, indices_at, plan
-from harness.core.facts import GuardTripped, StepDone, StepSkipped
+from harness.core.facts import EpochStarted, GuardTripped, StepDone, StepSkipped
+from harness.core.world import STOPPED
 from harness.guards.guard_rules import StepRules, guards_of
+from harness.lab.replay import replay
 from harness.look.audit.audit import audit
+from storage.snapshots.snapshots import Snapshots
 from storage.stores.store_urls import open_store
 from support import guarded_trainer
 from support.guarded_trainer import GLOBAL, MICRO, SAMPLES, TOTAL
-from support.worlds import TRAINER, history, newest, train
+from support.worlds import TRAINER, environment, history, newest, train
 
 SCRIPT = guarded_trainer.__file__
 SETTINGS = {"warm_up": 10, "window": 32, "most_bad": 20}
@@ -61,9 +66,10 @@ BAD = ["--poisoned", POISONED, "--nan", NAN, "--inf", INF, "--spike", SPIKE]
     ("loop", "parallel", "reduce"),
     [
         ("steps", "ddp", "exact"),
-        ("steps", "ddp", "fast"),
-        ("steps", "fsdp2", "exact"),
         ("loader", "ddp", "exact"),
+        pytest.param("steps", "ddp", "fast", marks=pytest.mark.proof),
+        pytest.param("steps", "fsdp2", "exact", marks=pytest.mark.proof),
+        pytest.param("steps", "fsdp2", "fast", marks=pytest.mark.proof),
     ],
 )
 def test_bad_steps_are_skipped_and_named_on_two_ranks(tmp_path, guards, loop, parallel, reduce):
@@ -186,6 +192,33 @@ def test_too_many_bad_steps_stop_the_run_and_name_the_samples(tmp_path, guards):
     assert [one.step for one in facts(run, StepSkipped)] == list(range(31, 42))
 
 
+def under_an_agent(run, *words):
+    command = [sys.executable, "-m", "harness.cli", "run", "--run", str(run), "--nproc", "2", *words]
+    return subprocess.run(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+@pytest.mark.proof
+def test_an_agent_does_not_retry_what_would_be_skipped_again(tmp_path, guards):
+    run = tmp_path / "run"
+    (tmp_path / "guards.yaml").write_text(json.dumps({**SETTINGS, "most_bad": 3}))
+    flags = ["--set", "gpu_health=off", "--guards", guards, "--", SCRIPT, "--nan-from", "21"]
+    ended = under_an_agent(run, *flags)
+    assert ended.returncode == STOPPED, ended.stdout
+    assert "4 updates of the last 100 steps were skipped, wanted at most 3" in ended.stdout
+    assert len(facts(run, EpochStarted)) == 1 and newest(run).step == 20
+
+
+def test_a_command_with_wrong_guards_starts_nothing(tmp_path, guards):
+    run = tmp_path / "run"
+    (tmp_path / "guards.yaml").write_text("skip: sometimes")
+    ended = under_an_agent(run, "--guards", guards, "--", SCRIPT)
+    assert ended.returncode == 2 and not run.exists()
+    said = " ".join(ended.stdout.split())
+    assert "guards: skip='sometimes': wanted advance or hold" in said
+
+
 def test_the_proof_names_what_was_skipped(tmp_path, guards):
     run = tmp_path / "run"
     guarded(run, 1, "--guards", guards, "--nan", NAN)
@@ -195,6 +228,18 @@ def test_the_proof_names_what_was_skipped(tmp_path, guards):
     assert note.startswith(f"updates that guards have skipped: {len(comes(NAN))} (step ")
     assert all(f"step {step}: the loss is nan" in note for step in comes(NAN))
     assert len(facts(run, StepDone)) == TOTAL
+
+
+def test_a_replay_judges_by_the_settings_of_the_run(tmp_path, guards):
+    """Its script does not ask for guards; the snapshot does."""
+    run, scratch = tmp_path / "run", tmp_path / "again"
+    flags = ["--nan", NAN, "--spike", SPIKE]
+    guarded(run, 2, "--guards", guards, "--total", 45, "--every", 15, *flags)
+    scratch.mkdir()
+    begin = min(ref.step for ref in Snapshots(open_store(str(run))).refs())
+    found = replay(open_store(str(run)), scratch, begin, 60, 1, [SCRIPT, *map(str, flags)])
+    assert found.identical and found.last == 45, found
+    assert found.first <= SPIKE  # a skipped one, and comes(NAN) with a loss that is NaN
 
 
 # ---- what is refused -----------------------------------------------------------------------------
