@@ -474,6 +474,11 @@ class Training:
                 "run.files is for a script that keeps its whole state by itself; with "
                 "run.prepare(...) give what else there is as state={'name': object}"
             )
+        if self.guard is not None:
+            raise BadInput(
+                "guards do not see the gradients of a loop with run.files; leave out guards= and "
+                "--guards"
+            )
         self._saved, self._per_rank = {name: files}, frozenset({name})
 
     @property

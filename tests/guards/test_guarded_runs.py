@@ -15,7 +15,10 @@ from harness.core.facts import EpochStarted, GuardTripped, StepDone, StepSkipped
 from harness.core.world import STOPPED
 from harness.guards.guard_rules import StepRules, guards_of
 from harness.lab.replay import replay
+from harness.ledger.run_state import RunState
+from harness.look.alerts.alert_evaluator import fired
 from harness.look.audit.audit import audit
+from harness.look.trackers.metric_rows import events_of
 from storage.snapshots.snapshots import Snapshots
 from storage.stores.store_urls import open_store
 from support import guarded_trainer
@@ -219,7 +222,7 @@ def test_a_command_with_wrong_guards_starts_nothing(tmp_path, guards):
     assert "guards: skip='sometimes': wanted advance or hold" in said
 
 
-def test_the_proof_names_what_was_skipped(tmp_path, guards):
+def test_proof_trackers_and_alerts_name_what_was_skipped(tmp_path, guards):
     run = tmp_path / "run"
     guarded(run, 1, "--guards", guards, "--nan", NAN)
     report = audit(open_store(str(run)))
@@ -228,6 +231,10 @@ def test_the_proof_names_what_was_skipped(tmp_path, guards):
     assert note.startswith(f"updates that guards have skipped: {len(comes(NAN))} (step ")
     assert all(f"step {step}: the loss is nan" in note for step in comes(NAN))
     assert len(facts(run, StepDone)) == TOTAL
+    told = read_facts(open_store(str(run)))
+    points = [e.values.get("event/guard_step") for e in events_of(told, (), (), RunState())]
+    assert [step for step in points if step] == sorted(comes(NAN))
+    assert fired(told, told[-1].t)[0].title == "an update is skipped"
 
 
 def test_a_replay_judges_by_the_settings_of_the_run(tmp_path, guards):
@@ -249,9 +256,10 @@ def test_what_cannot_be_guarded_is_refused_by_name(tmp_path):
         ("safe_point", (), "guards do not see the gradients of a loop with run.safe_point"),
         ("phases", (), "guards judge steps of one phase only"),
         ("adapter", (), "guards are not built for accelerate"),
+        ("files", (), "guards do not see the gradients of a loop with run.files"),
     ]:
         file = tmp_path / f"{script}.py"
-        file.write_text(REFUSED + LOOPS[script])
+        file.write_text(ATTACHED + (PREPARED if script != "files" else "") + LOOPS[script])
         ended = train(tmp_path / script, 1, *flags, env=env, script=file, codes=(1,))
         assert "BadInput" in ended.output and says in ended.output
     env = {"HARNESS_GUARDS": "none.yaml"}
@@ -259,14 +267,17 @@ def test_what_cannot_be_guarded_is_refused_by_name(tmp_path):
     assert "none.yaml: wanted guards (--guards)" in ended.output
 
 
-REFUSED = """
+ATTACHED = """
 import harness, torch
 run = harness.attach()
+"""
+PREPARED = """
 model = torch.nn.Linear(2, 1)
 run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 """
 LOOPS = {
     "safe_point": "run.resume()",
+    "files": "run.files.restore('out')",
     "phases": """
 for step in run.steps([torch.ones(2)] * 8, total=2, global_batch=4, micro_batch=4):
     for x in step.again():
