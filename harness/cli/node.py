@@ -315,7 +315,7 @@ class RunFlags(RecordFlags, AlertFlags):
     SETTINGS = ("diff", "owner", "project", "experiment", "purpose", "alert_rules")
     TITLES: ClassVar = {
         "nodes and their ranks": ("min_nodes", "mesh", "replica_ranks", "worlds"),
-        "preemption notices": ("notices", "grace_s", "leave_after", "notify_signal"),
+        "preemption notices": ("notices", "grace_s", "notify_signal"),
         "unchanged scripts": ("adapt", "attach", "script_world"),
         "bad steps": ("guards",),
         "observability": ("trackers", "profile", "prometheus", "alert"),
@@ -358,9 +358,6 @@ class RunFlags(RecordFlags, AlertFlags):
         0.0,
         "how long a SIGTERM leaves us before the end; 0: what this cloud promises, 30 s where it "
         "promises nothing",
-    )
-    leave_after: str = flag(
-        "", "this node ends so long after its start: 12h, 90m, seconds", check=duration_text
     )
     notify_signal: str = flag(
         "",
@@ -441,6 +438,12 @@ class RunFlags(RecordFlags, AlertFlags):
         "when this node ends: 2026-11-21T08:00:00Z, or seconds since 1970\nsuch as the end of a "
         "capacity block",
         check=when,
+        advanced=True,
+    )
+    leave_after: str = flag(
+        "",
+        "this node ends so long after its start: 12h, 90m, seconds",
+        check=duration_text,
         advanced=True,
     )
     drain_lead_s: float = flag(
@@ -639,7 +642,7 @@ def _place_finder(env: Mapping[str, str]) -> FindPlace | None:
 
 def _sources(flags: RunFlags, env: Mapping[str, str]) -> list[NoticeSource]:
     """Return the sources of this node's notices, including the end given by leave_at and
-    --leave-after."""
+    leave_after."""
     found = detect(dict(env), asked=flags.notices, speaks_for_all=flags.notice_ack == "all")
     if flags.leave_at:
         found.append(LimitSource("limit", moment(flags.leave_at)))

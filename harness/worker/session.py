@@ -673,19 +673,18 @@ def attach(
     are given again. Only counters in the loop's body need to heed this.
 
     `replica_ranks`: ranks that hold one copy of the model together, for `prepare(strategy=...)`;
-    default HARNESS_REPLICA_RANKS, which `harness run --replica-ranks` sets, else 1. `mesh`: how
-    they share it, {"dp_shard": 8, "tp": 2}, or several to choose from (docs/MESHES.md); default
-    HARNESS_MESH, which `harness run --mesh` sets. `timeout_s`: of an exchange between ranks, in
-    seconds; None: torch's default. `backend`: of the process group; None: gloo, and nccl for
-    tensors on GPUs (gloo for these too if ranks share a GPU, which NCCL refuses). `deterministic`:
-    torch uses deterministic kernels, and raises where it has none; None: with exact sums on GPUs;
-    False: torch's settings are not changed. `votes_late`: the ranks' votes are counted one step
-    later, so that no step waits for another rank's host; None: on GPUs. `peak_flops`: FLOP/s of
-    this rank's device, for MFU; None: derived from its name and the model's precision. `config`:
-    other values that the result depends on (a dict, dataclass, Namespace, ...), for trackers.
-    `on_change`: "refuse", "warn" or "accept" if the setup differs from the one that the run began
-    with; None: HARNESS_ON_CHANGE, else "warn" (docs/REPRODUCE.md). `guards`: "default", "off", a
-    file or `harness.Guards(...)` (docs/GUARDS.md); None: HARNESS_GUARDS, else "off".
+    default HARNESS_REPLICA_RANKS (`harness run --replica-ranks`), else 1. `mesh`: how they share
+    it, {"dp_shard": 8, "tp": 2}, or several to choose from (docs/MESHES.md); default HARNESS_MESH
+    (`harness run --mesh`). `timeout_s`: of an exchange between ranks, in seconds; None: torch's
+    default. `backend`: of the process group; None: gloo, and nccl for tensors on GPUs (gloo for
+    these too if ranks share a GPU, which NCCL refuses). `deterministic`: torch uses deterministic
+    kernels, and raises where it has none; None: with exact sums on GPUs; False: torch's settings
+    are not changed. `votes_late`: the ranks' votes are counted one step later, so that no step
+    waits for another rank's host; None: on GPUs. `peak_flops`: FLOP/s of this rank's device, for
+    MFU; None: derived from its name and the model's precision. `config`: other values that the
+    result depends on (a dict, dataclass, ...). `on_change`: "refuse", "warn" or "accept" another
+    setup than the run's first; None: HARNESS_ON_CHANGE, else "warn" (docs/REPRODUCE.md). `guards`:
+    "default", "off", a file or `harness.Guards(...)` (docs/GUARDS.md); None: HARNESS_GUARDS.
 
     Side effects: it seeds Python's, numpy's and torch's generators, here and before every
     micro-batch; makes this rank's GPU the current device; joins the process group if WORLD_SIZE is
@@ -696,10 +695,9 @@ def attach(
     set, CUBLAS_WORKSPACE_CONFIG=:4096:8.
 
     It reads the variables of torchrun and the agent (RANK, ..., HARNESS_RUN, EPOCH, MARK, PROGRESS,
-    STAGE, SPEEDS, PLACE, REPLICA, REPLICA_RANKS, MESH, MESHES), those that users may set
-    (HARNESS_HOST, UNTIL_STEP, LOOK_AGAIN_S, ALLOW_REWIND, PROFILE, ON_CHANGE, DIFF, OWNER, PROJECT,
-    EXPERIMENT, PURPOSE), and those of the bucket's client (docs/STORES.md). Raises BadInput,
-    StoreError.
+    STAGE, SPEEDS, PLACE, REPLICA, REPLICA_RANKS, MESH, MESHES), users' (HARNESS_HOST, UNTIL_STEP,
+    LOOK_AGAIN_S, ALLOW_REWIND, PROFILE, GUARDS, ON_CHANGE, DIFF, OWNER, PROJECT, EXPERIMENT,
+    PURPOSE), and those of the bucket's client (docs/STORES.md). Raises BadInput, StoreError.
     """
     keep = Keep(keep_snapshots, keep_every_steps, keep_best, tuple(keep_ages_h))
     interval = snapshot_timer.Interval(snapshot_every_s, snapshot_every_steps)
