@@ -126,7 +126,8 @@ def _built(settings: object, where: str) -> Guards:
         raise BadInput(f"{where}: wanted settings such as skip_above: 20, found {settings!r:.80}")
     if unknown := [name for name in settings if name not in known]:
         raise BadInput(f"{where}: {unknown[0]!r:.80} is not known; wanted {', '.join(known)}")
-    return Guards(**settings)
+    # YAML reads `spike: off` as False
+    return Guards(**{n: OFF if v is False and n == "spike" else v for n, v in settings.items()})
 
 
 # ---- the judgement -------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ def test_what_can_be_asked_for(tmp_path):
     wanted = Guards(skip_above=30, skip="hold", warm_up=5)
     assert guards_of(str(file)) == guards_of(wanted) == wanted
     assert guards_of(json.dumps({"skip_above": 30, "skip": "hold", "warm_up": 5})) == wanted
+    file.write_text("spike: off\n")  # a boolean, to YAML
+    assert guards_of(file) == Guards(spike="off")
     file.write_text("")
     assert guards_of(file) == Guards()
 
