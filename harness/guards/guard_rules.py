@@ -126,8 +126,10 @@ def _built(settings: object, where: str) -> Guards:
         raise BadInput(f"{where}: wanted settings such as skip_above: 20, found {settings!r:.80}")
     if unknown := [name for name in settings if name not in known]:
         raise BadInput(f"{where}: {unknown[0]!r:.80} is not known; wanted {', '.join(known)}")
-    # YAML reads `spike: off` as False
-    return Guards(**{n: OFF if v is False and n == "spike" else v for n, v in settings.items()})
+    given: dict[str, Any] = dict(settings)
+    if given.get("spike") is False:  # YAML reads `spike: off` so
+        given["spike"] = OFF
+    return Guards(**given)
 
 
 # ---- the judgement -------------------------------------------------------------------------------
