@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         Wait,
         World,
     )
+    from harness.guards.guard_rules import Guards
     from harness.look.trackers.tracker_registry import RunInfo
     from harness.look.watch.watched import Watched, watched
     from harness.meshes.context_parallel import attention, own_randomness, split_context
@@ -64,6 +65,7 @@ __all__ = [
     "CloudUnavailable",
     "Decision",
     "Fenced",
+    "Guards",
     "HarnessError",
     "Journal",
     "Launch",
@@ -110,6 +112,7 @@ __all__ = [
     "zero1",
 ]
 _HOMES = {  # modules of the names that do not live in harness.core.world
+    "Guards": "harness.guards.guard_rules",
     "Journal": "harness.bucket.journal",
     "Lease": "harness.bucket.controller_lease",
     "ModelShape": "harness.meshes.model_shapes",

@@ -43,6 +43,7 @@ from harness.cli.common import (
     worlds,
 )
 from harness.cli.run_record import RecordFlags, said_in_variables
+from harness.core import extensions
 from harness.core.flags import Bounds, StepsAsked, flag, positional
 from harness.core.input_files import output_folder, readable_file
 from harness.core.mesh import meshes_told, parse_choice, replica_ranks_told
@@ -232,6 +233,7 @@ def check_for_workers(env: Mapping[str, str]) -> None:
         "HARNESS_ON_DEMAND_USD_PER_H": lambda text: Bounds().of(text, float),
         "HARNESS_PRELOAD": check_modules,
         "HARNESS_DATA_CACHE_GIB": _gib,
+        "HARNESS_GUARDS": _guards,
     }
     for name, check in checks.items():
         if text := env.get(name, ""):
@@ -255,6 +257,10 @@ def _pauses(text: str) -> None:
         found = float(word)
         if not (math.isfinite(found) and 0.0 <= found <= 600.0):
             raise ValueError("wanted seconds between 0 and 600, for example 1,3,8")
+
+
+def _guards(text: str) -> object:
+    return None if text == "off" else extensions.load(extensions.GUARD_RULES, "--guards")(text)
 
 
 def _gib(text: str) -> object:
@@ -309,8 +315,9 @@ class RunFlags(RecordFlags, AlertFlags):
     SETTINGS = ("diff", "owner", "project", "experiment", "purpose", "alert_rules")
     TITLES: ClassVar = {
         "nodes and their ranks": ("min_nodes", "mesh", "replica_ranks", "worlds"),
-        "preemption notices": ("notices", "grace_s", "leave_after", "notify_signal"),
+        "preemption notices": ("notices", "grace_s", "notify_signal"),
         "unchanged scripts": ("adapt", "attach", "script_world"),
+        "bad steps": ("guards",),
         "observability": ("trackers", "profile", "prometheus", "alert"),
         "snapshots and provenance": ("replica", "on_change"),
     }
@@ -352,9 +359,6 @@ class RunFlags(RecordFlags, AlertFlags):
         "how long a SIGTERM leaves us before the end; 0: what this cloud promises, 30 s where it "
         "promises nothing",
     )
-    leave_after: str = flag(
-        "", "this node ends so long after its start: 12h, 90m, seconds", check=duration_text
-    )
     notify_signal: str = flag(
         "",
         "for scripts without harness.attach(): send them this signal (USR1, TERM...), on all "
@@ -389,6 +393,11 @@ class RunFlags(RecordFlags, AlertFlags):
         "this is the global batch of the whole run; 0: HARNESS_SCRIPT_WORLD, else the first world "
         "of the run",
         at_least=0,
+    )
+    guards: str = flag(
+        "",
+        "clip and skip bad steps, and report spikes of the loss (docs/GUARDS.md): default, off, or "
+        "a YAML file of settings; default: HARNESS_GUARDS, else off",
     )
     profile: str = flag(
         "",
@@ -429,6 +438,12 @@ class RunFlags(RecordFlags, AlertFlags):
         "when this node ends: 2026-11-21T08:00:00Z, or seconds since 1970\nsuch as the end of a "
         "capacity block",
         check=when,
+        advanced=True,
+    )
+    leave_after: str = flag(
+        "",
+        "this node ends so long after its start: 12h, 90m, seconds",
+        check=duration_text,
         advanced=True,
     )
     drain_lead_s: float = flag(
@@ -551,6 +566,9 @@ def run(flags: RunFlags) -> int:
         env["HARNESS_ALLOW_REWIND"] = "1"  # for its workers
     if flags.profile:
         env["HARNESS_PROFILE"] = flags.profile
+    if flags.guards:
+        is_file = flags.guards not in ("default", "off")
+        env["HARNESS_GUARDS"] = os.path.abspath(flags.guards) if is_file else flags.guards
     env.update(said_in_variables(flags))  # for its workers as well
     env.update(adapting(flags, argv, env))
     check_for_workers(env)
@@ -624,7 +642,7 @@ def _place_finder(env: Mapping[str, str]) -> FindPlace | None:
 
 def _sources(flags: RunFlags, env: Mapping[str, str]) -> list[NoticeSource]:
     """Return the sources of this node's notices, including the end given by leave_at and
-    --leave-after."""
+    leave_after."""
     found = detect(dict(env), asked=flags.notices, speaks_for_all=flags.notice_ack == "all")
     if flags.leave_at:
         found.append(LimitSource("limit", moment(flags.leave_at)))

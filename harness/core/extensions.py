@@ -17,6 +17,9 @@ IMPORT_HOOK = "harness.adapters.import_hook"
 # What a session gives to loops of the script's own.
 LOADER = "harness.loops.loop_loader:MicroLoader"
 FILES = "harness.loops.loop_files:OwnFiles"
+# The guards of a session: `attach(guards=...)`.
+GUARD = "harness.guards.step_guard:StepGuard"
+GUARD_RULES = "harness.guards.guard_rules:guards_of"
 # Codecs of optimizer state that is kept in tensor subclasses, by the name of the class. A codec has
 # `apart(value)`, which returns a dict of plain tensors, and `together(stored, parameter, name)`.
 STATE_CODECS = {

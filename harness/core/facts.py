@@ -529,6 +529,22 @@ class GuardTripped(Fact):
     value: Reading
 
 
+@dataclass(frozen=True)
+class StepSkipped(Fact):
+    """The guards have skipped a step's update: its samples are consumed, the weights are as before.
+    `micro_batches`, `ranks`: where the loss or a gradient was not finite; (): not known, or the
+    norm of the whole was too great. `samples`: these micro-batches' samples, for people."""
+
+    step: int
+    epoch: int
+    why: str
+    loss: Reading
+    grad_norm: Reading
+    micro_batches: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+    samples: str = ""
+
+
 NOT_ELASTIC = "not elastic: nothing is saved"  # a warning about a script without a session
 
 

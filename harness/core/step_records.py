@@ -52,6 +52,7 @@ class StepRecord:
     # Position of the first sample where steps are not all alike (a foreign trainer, whose epochs
     # end with a shorter step); -1: the position follows from the batching.
     begins: int = -1
+    skipped: str = ""  # why the guards have skipped the update; "": they have not
 
     @property
     def replica_ranks(self) -> int:
@@ -76,6 +77,8 @@ class StepRecord:
             del body["contents"]
         if self.begins < 0:
             del body["begins"]
+        if not self.skipped:
+            del body["skipped"]
         return body
 
 

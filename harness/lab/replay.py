@@ -102,6 +102,8 @@ def replay(
         "HARNESS_REPLICA_RANKS": str(replica_ranks),
         "HARNESS_MESH": mesh,
     }
+    if (guards := source.load(found[start]).data["state"].get("guards")) is not None:
+        extra["HARNESS_GUARDS"] = json.dumps(guards["settings"])
     if rec.is_foreign(identity):  # a foreign trainer made the steps, and has to make them again
         extra["HARNESS_ADAPT"] = str(identity["adapter"])
         extra["HARNESS_ATTACH"] = json.dumps({"reduce": identity["reduce"]})
@@ -203,9 +205,9 @@ def _execute(
 
 def _differences(a: rec.StepRecord, b: rec.StepRecord) -> Iterator[str]:
     """Yield the differences between two executions of one step, bit for bit."""
-    for name in ("digest", "contents", "samples", "weight", "loss", "lr"):
+    for name in ("digest", "contents", "samples", "weight", "loss", "lr", "skipped"):
         x, y = getattr(a, name), getattr(b, name)
-        if x != y:
+        if x != y and not (x != x and y != y):  # a skipped step may have no loss
             yield f"step {a.step}: {name} was {x!r}, is {y!r}"
     x, y = a.metrics.get("grad_norm", math.nan), b.metrics.get("grad_norm", math.nan)
     if x != y and not (math.isnan(x) and math.isnan(y)):

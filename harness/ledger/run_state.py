@@ -38,7 +38,7 @@ _EVENTS = (
     *(f.GraceSpent, f.GuardTripped, f.HealthSeen, f.NodeBilled, f.NodeFound, f.NoticeAcknowledged),
     *(f.NoticeCancelled, f.NoticeSeen, f.RunAsked, f.RunEnded, f.SessionStarted, f.SetupChanged),
     *(f.SnapshotCommitted, f.SnapshotFailed, f.SnapshotQuarantined, f.Warned, f.WorkerFailed),
-    f.WorkerHung,
+    *(f.StepSkipped, f.WorkerHung),
 )
 
 

@@ -170,6 +170,7 @@ class LoaderStep(OpenStep):
         self.cut, self.begins = cut, place.position
         self._place, self._reader = place, reader
         self._sums.shares, self._sums.tokens_weighted = cut.shares, True
+        self._sums.begins = place.position
         self._repeats: bool | None = None  # this phase must be repeated; None: not known yet
         work.training.strategy.zero()
 

@@ -48,6 +48,7 @@ from harness.worker.gradients.parallel import once as norm_once
 from harness.worker.run_context import SCRIPT_WORLD
 from harness.worker.step import Sums, Work
 from harness.worker.step_timing import BACKWARD, COMMUNICATION, DATA, FORWARD, OPTIMIZER, OTHER
+from harness.worker.training_state import Judged
 from harness.worker.votes import HalfSteps
 from storage.canonical_json import BadObject
 from storage.errors import NotFound
@@ -132,6 +133,7 @@ class OwnLoop:
         self.micro_batches, self.micro_batch = batching.micro_batches, batching.micro_batch
         self.share = work.feed.plan.micros(work.peers.rank)
         self.leads = work.peers.rank == 0
+        self.has_guards = work.training.guard is not None
         self._own_work = OwnWork(work.peers.life.tell)
         self.seed_between()
 
@@ -202,6 +204,7 @@ class OwnStep:
         plan, peers = work.feed.plan, work.peers
         self.mine = range(loop.share.start, max(loop.share.start, min(loop.share.stop, count)))
         self._sums = Sums(work.batching, peers.device, peers.leads_replica)
+        self._sums.begins = place.position
         if count < loop.micro_batches:
             self._sums.shares = tuple(
                 max(0, min(start + share, count) - start)
@@ -305,12 +308,19 @@ class OwnStep:
             if self._noted and work.training.buffers is not None:
                 work.training.buffers.learn()
             self._floats, _ = work.summed(self._sums)
-            for settle in work.training.hooks.before_update:
-                settle(self.count, self.some_idle)
             strategy.divide(1.0)
-            self._floats[2] = strategy.norm()
+            norm = strategy.norm()
+            self._floats[2] = norm
+            most = work.judge(self._sums, self._floats, some_idle=self.some_idle)
+            if most is not None:
+                strategy.clip(most / (norm + 1e-6))
         work.finish_staging()
         work.timer.enter(OPTIMIZER)
+
+    @property
+    def judged(self) -> Judged:
+        """The guards' judgement, after `sync`."""
+        return self._sums.judged
 
     @property
     def loss(self) -> float:
@@ -333,6 +343,9 @@ class OwnStep:
         with hidden_world.inside():
             self._work.done(self._sums, self._began, self._micros, self._floats, lr, begins)
         self._loop.seed_between()
+
+
+GUARDED = ("run.loader", "transformers")  # loops whose updates guards may skip
 
 
 def script_world(run: Session) -> int:
@@ -391,6 +404,11 @@ def own_loop(
     first_ranks = script_world(run)
     foreign = {"data": data, "adapter": adapter, "script_world": first_ranks}
     place = training.keep_place(DataPlace())
+    if training.guard is not None and adapter not in GUARDED:
+        raise BadInput(
+            f"guards are not built for {adapter}: wanted run.steps, run.loader or transformers; "
+            "leave out --guards (HARNESS_GUARDS)"
+        )
     with hidden_world.inside():
         try:
             feed.first_ranks = first_ranks if per_device else 0

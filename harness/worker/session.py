@@ -64,7 +64,7 @@ from harness.worker.snapshotter import (
 from harness.worker.step import Step, Work
 from harness.worker.step_log import StepLog
 from harness.worker.step_timing import PhaseTimer, Rates, marks_of
-from harness.worker.training_state import Training
+from harness.worker.training_state import Guard, Training
 from harness.worker.votes import HalfSteps, Votes
 from storage.snapshots.retention import AGES_H, Keep
 from storage.snapshots.snapshots import Snapshots
@@ -134,6 +134,7 @@ class Options:
     peak_flops: float | None
     config: Any
     on_change: str | None
+    guards: Any = None
 
 
 @dataclass
@@ -147,6 +148,7 @@ class SafePoint:
     parts: int = 0
 
 
+GUARDS = "HARNESS_GUARDS"
 MOST_STEPS = 1000  # between two safe points; if there are more, none are recorded
 
 
@@ -178,6 +180,7 @@ class Session:
         last_seen = NewestCommitted(seen_path, joined.url, writes=peers.local_rank == 0)
         training, rates = Training(peers, reduce), Rates(peers.device, o.peak_flops)
         nodes = max(1, int(environ.get("GROUP_WORLD_SIZE", 1)))
+        training.guard = self._guard(environ.get(GUARDS) if o.guards is None else o.guards)
         losses = RunLosses(environ.get("HARNESS_PLACE", ""), nodes)
         timer, rhythm = PhaseTimer(marks_of(peers.device)), Rhythm(o.interval, losses)
         log = StepLog(joined, rates, timer)
@@ -198,6 +201,12 @@ class Session:
         self._halves = HalfSteps(self._work, self._hands.count)
         self._safe: SafePoint | None = None  # the last one; None: there was none
         self._profile = Profile(joined, peers.device, environ.get("HARNESS_PROFILE", ""))
+
+    def _guard(self, asked: Any) -> Guard | None:
+        """Return the guards that somebody asked for, or None. Raises BadInput."""
+        if asked is None or asked in ("", "off"):
+            return None
+        return extensions.load(extensions.GUARD, "guards=").of(asked)  # type: ignore[no-any-return]
 
     # ---- properties for the script ---------------------------------------------------------------
     @property
@@ -371,6 +380,7 @@ class Session:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         tokens_per_sample: int = 0,
         flops_per_sample: float | str = 0.0,
+        guards: Any = None,
     ) -> Iterator[Step]:
         """Yield the remaining steps, after resuming from the newest valid snapshot. `global_batch`
         and `micro_batch` are in samples.
@@ -379,7 +389,8 @@ class Session:
         thread, read ahead (docs/DATA.md). `tokens_per_sample`, and the model's `flops_per_sample`
         (forward and backward), are only for reports: tokens per second, and the used part of the
         devices' peak (MFU). Instead of a number: "6PT" (six times parameters times tokens), or
-        "counted": torch counts the first micro-batch, including recomputation (HFU).
+        "counted": torch counts the first micro-batch, including recomputation (HFU). `guards`:
+        those of `attach`, if they are for this loop only.
 
         `total` counts from the run's first step. `epochs`, instead: the number of passes over the
         data (`step.epoch`, `step.ends_epoch`). The step that reaches it is committed at once, so
@@ -391,11 +402,10 @@ class Session:
         once, or without an agent (plain torchrun, a single process), call `finish` after the loop.
         """
         training, feed = self._work.training, self._work.feed
-        if training.model is None:
-            raise BadInput("call run.prepare(model, optimizer) before run.steps(...)")
-        check_unwrapped(training.model)
         if (total is None) is (epochs is None):
             raise BadInput("run.steps(...): wanted either total= (optimizer steps) or epochs=")
+        self._check_prepared(guards)
+        assert training.model is not None
         try:
             stream = feed.open(dataset, global_batch, micro_batch, shuffle, collate_fn)
         except TooManyRanks as e:
@@ -427,6 +437,16 @@ class Session:
             self._profile.stop()
         self._hands.turn(boundary.Reached())
         self._profile.wait()
+
+    def _check_prepared(self, guards: Any) -> None:
+        """Check that there is a model to train, and take over other guards. Raises BadInput."""
+        training = self._work.training
+        if training.model is None:
+            raise BadInput("call run.prepare(model, optimizer) before run.steps(...)")
+        check_unwrapped(training.model)
+        wanted = training.guard if guards is None else self._guard(guards)
+        if getattr(wanted, "guards", None) != getattr(training.guard, "guards", None):
+            training.watch(wanted)
 
     def _try_out(self, stream: Any) -> None:
         """Test, before the first step, whether the stream can be resumed. Raises BadInput."""
@@ -469,8 +489,14 @@ class Session:
         a fresh start).
 
         `steps` and `loader` call it. Call it only in a loop of your own, followed by `safe_point`
-        after each step and `finish` after the last.
+        after each step and `finish` after the last. Raises BadInput with guards, which see no
+        gradients there.
         """
+        if self._work.training.guard is not None:
+            raise BadInput(
+                "guards do not see the gradients of a loop with run.safe_point: wanted run.steps, "
+                "run.loader or transformers; leave out guards= and --guards"
+            )
         self._setup.settle()
         self._hands.resume()
         self._safe = SafePoint(self._run.step, time.perf_counter())
@@ -631,6 +657,7 @@ def attach(
     peak_flops: float | None = None,
     config: Any = None,
     on_change: str | None = None,
+    guards: Any = None,
 ) -> Session:
     """Join the run that the environment names, and return this process's session.
 
@@ -646,18 +673,18 @@ def attach(
     are given again. Only counters in the loop's body need to heed this.
 
     `replica_ranks`: ranks that hold one copy of the model together, for `prepare(strategy=...)`;
-    default HARNESS_REPLICA_RANKS, which `harness run --replica-ranks` sets, else 1. `mesh`: how
-    they share it, {"dp_shard": 8, "tp": 2}, or several to choose from (docs/MESHES.md); default
-    HARNESS_MESH, which `harness run --mesh` sets. `timeout_s`: of an exchange between ranks, in
-    seconds; None: torch's default. `backend`: of the process group; None: gloo, and nccl for
-    tensors on GPUs (gloo for these too if ranks share a GPU, which NCCL refuses). `deterministic`:
-    torch uses deterministic kernels, and raises where it has none; None: with exact sums on GPUs;
-    False: torch's settings are not changed. `votes_late`: the ranks' votes are counted one step
-    later, so that no step waits for another rank's host; None: on GPUs. `peak_flops`: FLOP/s of
-    this rank's device, for MFU; None: derived from its name and the model's precision. `config`:
-    other values that the result depends on (a dict, dataclass, Namespace, ...), for trackers.
-    `on_change`: "refuse", "warn" or "accept" if the setup differs from the one that the run began
-    with; None: HARNESS_ON_CHANGE, else "warn" (docs/REPRODUCE.md).
+    default HARNESS_REPLICA_RANKS (`harness run --replica-ranks`), else 1. `mesh`: how they share
+    it, {"dp_shard": 8, "tp": 2}, or several to choose from (docs/MESHES.md); default HARNESS_MESH
+    (`harness run --mesh`). `timeout_s`: of an exchange between ranks, in seconds; None: torch's
+    default. `backend`: of the process group; None: gloo, and nccl for tensors on GPUs (gloo for
+    these too if ranks share a GPU, which NCCL refuses). `deterministic`: torch uses deterministic
+    kernels, and raises where it has none; None: with exact sums on GPUs; False: torch's settings
+    are not changed. `votes_late`: the ranks' votes are counted one step later, so that no step
+    waits for another rank's host; None: on GPUs. `peak_flops`: FLOP/s of this rank's device, for
+    MFU; None: derived from its name and the model's precision. `config`: other values that the
+    result depends on (a dict, dataclass, ...). `on_change`: "refuse", "warn" or "accept" another
+    setup than the run's first; None: HARNESS_ON_CHANGE, else "warn" (docs/REPRODUCE.md). `guards`:
+    "default", "off", a file or `harness.Guards(...)` (docs/GUARDS.md); None: HARNESS_GUARDS.
 
     Side effects: it seeds Python's, numpy's and torch's generators, here and before every
     micro-batch; makes this rank's GPU the current device; joins the process group if WORLD_SIZE is
@@ -668,16 +695,15 @@ def attach(
     set, CUBLAS_WORKSPACE_CONFIG=:4096:8.
 
     It reads the variables of torchrun and the agent (RANK, ..., HARNESS_RUN, EPOCH, MARK, PROGRESS,
-    STAGE, SPEEDS, PLACE, REPLICA, REPLICA_RANKS, MESH, MESHES), those that users may set
-    (HARNESS_HOST, UNTIL_STEP, LOOK_AGAIN_S, ALLOW_REWIND, PROFILE, ON_CHANGE, DIFF, OWNER, PROJECT,
-    EXPERIMENT, PURPOSE), and those of the bucket's client (docs/STORES.md). Raises BadInput,
-    StoreError.
+    STAGE, SPEEDS, PLACE, REPLICA, REPLICA_RANKS, MESH, MESHES), users' (HARNESS_HOST, UNTIL_STEP,
+    LOOK_AGAIN_S, ALLOW_REWIND, PROFILE, GUARDS, ON_CHANGE, DIFF, OWNER, PROJECT, EXPERIMENT,
+    PURPOSE), and those of the bucket's client (docs/STORES.md). Raises BadInput, StoreError.
     """
     keep = Keep(keep_snapshots, keep_every_steps, keep_best, tuple(keep_ages_h))
     interval = snapshot_timer.Interval(snapshot_every_s, snapshot_every_steps)
     options = Options(
         seed, run, interval, keep, reduce, replica_ranks, mesh,
-        timeout_s, backend, deterministic, votes_late, peak_flops, config, on_change,
+        timeout_s, backend, deterministic, votes_late, peak_flops, config, on_change, guards,
     )  # fmt: skip
     _attached[:] = [Session(dict(os.environ), options)]
     return _attached[0]

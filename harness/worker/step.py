@@ -39,7 +39,7 @@ from harness.worker.step_timing import (
     PhaseTimer,
     Rates,
 )
-from harness.worker.training_state import Training
+from harness.worker.training_state import PASSED, Judged, Training
 from harness.worker.votes import HalfSteps, Votes
 
 # places in `Pending.ints`; 64-bit values are stored as two halves, so that no sum overflows
@@ -64,6 +64,10 @@ class Sums:
         self.losses = torch.zeros(batching.micro_batches, dtype=torch.float64, device=device)
         self.weights = [0.0] * batching.micro_batches
         self.tokens_weighted = False
+        # (micro_batches,) losses times weights of all ranks, once they are summed
+        self.every: torch.Tensor | None = None
+        self.judged: Judged = PASSED
+        self.begins = -1  # see `StepRecord.begins`
         # shares of a step with fewer micro-batches than the others; (): the plan's
         self.shares: tuple[int, ...] = ()
 
@@ -299,6 +303,7 @@ class Work:
             t=0.0,
             dt=0.0,
             begins=begins,
+            skipped=sums.judged.skip,
         )
         assert self.run.identity is not None
         hashed = self.feed.has_contents or begins >= 0
@@ -324,6 +329,7 @@ class Work:
         own = sums.losses.sum().view(1)
         if self.peers.control is not None:
             dist.all_reduce(totals)  # on the device's stream, so no host waits for it
+        sums.every = totals[0]
         self.timer.enter(OPTIMIZER)
         zero = torch.zeros(1, dtype=torch.float64, device=device)
         floats = torch.cat([totals.sum(1), zero, own])
@@ -339,28 +345,49 @@ class Work:
         keep the gradients of these optimizers' parameters only and set others to zero; (): all."""
         strategy, scaler = self.training.strategy, self.training.scaler
         floats, weight = self.summed(sums)
-        for settle in self.training.hooks.before_update:
-            settle(sum(sums.shares) or self.batching.micro_batches, False)
-        if type(strategy) in DIVIDED_BY_CLIPPING and clip_norm is not None and scaler is None:
-            if of:
-                self._forget_others(of)
-            norm = strategy.norm() / weight
-            floats[2] = norm
-            # the division is in the coefficient: one pass over the gradients less
-            strategy.clip((clip_norm / (norm + 1e-6)).clamp(max=1.0) / weight)
-            return floats
-        strategy.divide(weight)
+        # the division is in the coefficient then: one pass over the gradients less
+        at_once = type(strategy) in DIVIDED_BY_CLIPPING and clip_norm is not None and scaler is None
+        if not at_once:
+            strategy.divide(weight)
         if of:
             self._forget_others(of)
         if scaler is not None:
             for optimizer in of or self.training.optimizers:
                 scaler.unscale_(optimizer)
                 strategy.share_found_inf(scaler, optimizer)
-        norm = strategy.norm()
+        norm = strategy.norm() / weight if at_once else strategy.norm()
         floats[2] = norm
-        if clip_norm is not None:
-            strategy.clip((clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        most = self.judge(sums, floats, clip_norm)
+        if most is not None:
+            coefficient = (most / (norm + 1e-6)).clamp(max=1.0)
+            strategy.clip(coefficient / weight if at_once else coefficient)
         return floats
+
+    def judge(
+        self,
+        sums: Sums,
+        floats: torch.Tensor,
+        clip_norm: float | None = None,
+        some_idle: bool = False,
+    ) -> float | None:
+        """Let the guards judge a step whose sums are complete, and settle what its forwards have
+        left. Return the norm to clip to; None: do not clip. `floats`: see `Pending.floats`;
+        `clip_norm`: what the script clips to; `some_idle`: some ranks may have had no micro-batch.
+        The gradients of a skipped update are None, for which an optimizer does nothing."""
+        hooks = self.training.hooks
+        if hooks.judge is not None:
+            sums.judged = hooks.judge(self, sums, floats)
+            if sums.judged.skip:
+                self.training.strategy.zero()
+                for forget in hooks.forget:
+                    forget()
+                return None
+            if sums.judged.most_norm is not None:
+                most = sums.judged.most_norm
+                clip_norm = most if clip_norm is None else min(clip_norm, most)
+        for settle in hooks.before_update:
+            settle(sum(sums.shares) or self.batching.micro_batches, some_idle)
+        return clip_norm
 
     def _forget_others(self, of: Sequence[torch.optim.Optimizer]) -> None:
         assert self.training.model is not None
@@ -369,17 +396,17 @@ class Work:
             if p.grad is not None and id(p) not in held:
                 p.grad.zero_()
 
-    def optimize(self) -> None:
-        """Step all optimizers, the GradScaler and the scheduler."""
+    def optimize(self, judged: Judged) -> None:
+        """Step all optimizers, unless the update is skipped, the GradScaler and the scheduler."""
         scaler, scheduler = self.training.scaler, self.training.scheduler
-        for optimizer in self.training.optimizers:
+        for optimizer in () if judged.skip else self.training.optimizers:
             if scaler is not None:
                 scaler.step(optimizer)
             else:
                 optimizer.step()
         if scaler is not None:
             scaler.update()
-        if scheduler is not None:
+        if scheduler is not None and not judged.hold:
             scheduler.step()
 
     def seed_between(self) -> None:
@@ -547,7 +574,7 @@ class OpenStep:
         """Sum gradients over all replicas, divide by the global weight, clip, and step all prepared
         optimizers and the scheduler: `sync`, their steps, `done`."""
         self.sync(clip_norm)
-        self._work.optimize()
+        self._work.optimize(self._phase.judged)
         self.done()
 
     @property
@@ -559,6 +586,12 @@ class OpenStep:
             return self._work.log.loss_of(self.number)
         total, weight = self._newest[:2].tolist()
         return total / weight if weight else math.nan
+
+    @property
+    def skipped(self) -> str:
+        """The reason why guards skip this step's update, after `sync`; "": they do not. Gradients
+        are None then, so a script's own `optimizer.step()` does nothing."""
+        return self._phase.judged.skip
 
     @property
     def complete(self) -> bool:
@@ -586,6 +619,11 @@ class OpenStep:
             raise BadInput(
                 f"step {self.number}: step.again() before step.sync(): the gradients of the phase "
                 "before would be lost"
+            )
+        if self._work.training.hooks.judge is not None:
+            raise BadInput(
+                f"step {self.number}: step.again(): guards judge steps of one phase only; switch "
+                "them off (guards='off')"
             )
         self._work.training.strategy.zero()
         self._phase, self._newest, self.attempt = self._new_sums(), None, 0

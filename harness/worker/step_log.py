@@ -258,7 +258,8 @@ class StepLog:
         ).chained(self.head)
         try:
             p.check_replicas()
-            check_finite(record.step, loss, None if p.scaled else norm)
+            if not record.skipped:
+                check_finite(record.step, loss, None if p.scaled else norm)
         except NonFiniteLoss:
             bad = loss if not math.isfinite(loss) else norm
             self._run.fact(GuardTripped(record.step, self._run.epoch, "non-finite", bad))

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,9 @@ from storage.snapshots.snapshots import Snapshots
 from storage.tensors import loading, state_tree
 from storage.tensors.dcp import version_of
 from storage.tensors.tensor_names import plain_name
+
+if TYPE_CHECKING:
+    from harness.worker.step import Sums, Work
 
 # Counts of the tokens that a model's routers give to each expert, over all micro-batches of a step
 # on all replicas. Routers use them to balance without an auxiliary loss, with or without
@@ -85,6 +88,10 @@ class Loads:
     def _clear(self) -> None:
         for router in self._routers:
             router.expert_load.zero_()
+
+    def forget(self) -> None:
+        """Drop the counts of a step whose update is skipped."""
+        self._found.clear()
 
     def settle(self, micro_batches: int = 0, some_idle: bool = False) -> None:
         """Balance the routers, after the last micro-batch of a step, on all ranks. It needs neither
@@ -184,7 +191,8 @@ class Buffers:
 
 RANK_MARK = "@r"  # separates a name and a rank
 # names that snapshots use for objects other than those in `state`
-TAKEN = ("model", "optimizer", "scheduler", "scaler", "reduce", "dataset", "place")
+GUARDS = "guards"
+TAKEN = ("model", "optimizer", "scheduler", "scaler", "reduce", "dataset", "place", GUARDS)
 
 
 class KeptFiles(Protocol):
@@ -193,6 +201,20 @@ class KeptFiles(Protocol):
     def state_dict(self) -> Any: ...
 
     def load(self, manifest: Manifest, snapshots: Snapshots) -> None: ...
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The judgement of a step before its update, the same on all ranks. `skip`: why the optimizers
+    must not step; "": they may. `hold`: then the scheduler does not step either. `most_norm`: clip
+    the gradient to this norm; None: do not."""
+
+    skip: str = ""
+    hold: bool = False
+    most_norm: float | None = None
+
+
+PASSED = Judged()
 
 
 @dataclass(frozen=True)
@@ -207,6 +229,22 @@ class StepHooks:
     # behind the last micro-batch: their number in the step, whether some ranks may have had none
     before_update: tuple[Callable[[int, bool], None], ...] = ()
     after_update: tuple[Callable[[], None], ...] = ()
+    # instead of `before_update`, if the update is skipped
+    forget: tuple[Callable[[], None], ...] = ()
+    # between the sums of a step and its update, with (loss sum, weight, norm, own loss sum); None:
+    # there are no guards
+    judge: Callable[[Work, Sums, torch.Tensor], Judged] | None = None
+
+
+class Guard(Protocol):
+    """The guards of a run (`guards/step_guard.py`), whose state is a part of snapshots."""
+
+    def hooked(self, hooks: StepHooks, training: Training) -> StepHooks:
+        """Return the hooks with those of the guards. Raises BadInput for what they cannot guard."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Training:
@@ -234,6 +272,7 @@ class Training:
         # the whole model's state, if this rank has only some stages
         self.whole: StagedState | None = None
         self.phases = False  # steps yield their micro-batches more than once
+        self.guard: Guard | None = None  # of `attach`, or of `steps`
         self._saved: dict[str, Any] = {}  # name -> object with state_dict
         # names of objects whose state is different on each rank
         self._per_rank: frozenset[str] = frozenset()
@@ -282,13 +321,23 @@ class Training:
             *(name for name, thing in state.items() if isinstance(thing, AveragedModel)),
         }
         self.norms, self.loads = Norms(model, self._peers), Loads(model, self._peers)
-        self.hooks = self._hooks()
+        self.watch(self.guard)
         if isinstance(model, StagedModel):
             leads = self._peers.grouping.leads_stage(self._peers.rank)
             self.tells_losses = model.has_last and leads
         self.buffers, self.frozen = Buffers(model), Frozen(model, optimizers)
         self.buffers.note()
         self._check_norms()
+
+    def watch(self, guard: Guard | None) -> None:
+        """Let these guards judge each step from now on; None: nobody does. Raises BadInput for what
+        they cannot guard."""
+        self.guard = guard
+        self._saved.pop(GUARDS, None)
+        self.hooks = self._hooks()
+        if guard is not None:
+            self._saved[GUARDS] = guard
+            self.hooks = guard.hooked(self.hooks, self)
 
     def _hooks(self) -> StepHooks:
         """Return what this model needs in a step, and this world."""
@@ -303,6 +352,7 @@ class Training:
             before_backward=tuple(one.note for one in loads),
             before_update=(*average, *(one.settle for one in loads)),
             after_update=(self.share_buffers,) if shares else (),
+            forget=(*(one.forget for one in norms), *(one.forget for one in loads)),
         )
 
     def _choose(self, asked: Strategy | None) -> Strategy:
@@ -424,6 +474,11 @@ class Training:
                 "run.files is for a script that keeps its whole state by itself; with "
                 "run.prepare(...) give what else there is as state={'name': object}"
             )
+        if self.guard is not None:
+            raise BadInput(
+                "guards do not see the gradients of a loop with run.files; leave out guards= and "
+                "--guards"
+            )
         self._saved, self._per_rank = {name: files}, frozenset({name})
 
     @property
@@ -525,6 +580,8 @@ class Training:
         state = state_tree.join(tensors, plain)
         for name, thing in self._saved.items():
             keys = own.get(name, [name])
+            if name == GUARDS and name not in state:
+                continue  # they are new in this run
             if missing := [key for key in keys if key not in state]:
                 found = ", ".join(state)
                 raise BadInput(

@@ -4,6 +4,7 @@ transformers, and against themselves on other worlds, killed, drained and resume
 import ast
 import contextlib
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -15,11 +16,14 @@ from support.worlds import environment, history, newest, train, until
 
 pytest.importorskip("transformers")
 
+from harness.bucket.archive import read_facts
+from harness.core.facts import StepSkipped
 from harness.core.world import DRAINED, BadInput
 from harness.look.audit.audit import audit
 from storage.stores.store_urls import open_store
 
 HERE = Path(__file__).parent
+SPOILED = HERE / "scripts/hf_spoiled.py"
 TRAINER, TRL = HERE / "scripts/hf_trainer.py", HERE / "scripts/trl_trainer.py"
 ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CI": "1"}
 EXACT = ("--attach", "reduce=exact")
@@ -326,3 +330,52 @@ def test_another_trainer_is_refused_by_version():
         BadInput, match=r"Trainer.train of transformers .* takes .self, resume.*--adapt none"
     ):
         patch.check_version(Other)
+
+
+# ---- guards: what is bad is skipped, on any world and through a kill; the scheduler goes on or waits
+SPOILED_STEPS, SPOILED_EPOCHS = 30, 6
+
+
+def guarded(folder, ranks, *options, settings="", **kwargs):
+    script = Script(folder, SPOILED)
+    (folder / "guards.yaml").write_text(f"warm_up: 3\nmost_bad: 20\n{settings}")
+    return script.under(ranks, "--guards", "guards.yaml", *EXACT, *options, **kwargs)
+
+
+def skipped(script):
+    told = [s.fact for s in read_facts(open_store(script.run))]
+    return {fact.step: fact for fact in told if isinstance(fact, StepSkipped)}
+
+
+@pytest.fixture(scope="module")
+def spoiled(tmp_path_factory):
+    return guarded(tmp_path_factory.mktemp("spoiled"), 1)
+
+
+def test_bad_steps_are_skipped_and_the_rest_is_learnt(spoiled):
+    found = skipped(spoiled)
+    nan = [one for one in found.values() if one.why == "the loss is nan"]
+    far = [one for one in found.values() if "above 20 times its mean" in one.why]
+    assert len(nan) == SPOILED_EPOCHS and len(far) == SPOILED_EPOCHS and len(found) == len(nan) + len(far)
+    assert all(len(one.micro_batches) == 1 and "positions" in one.samples for one in nan)
+    step, weights = spoiled.end()
+    assert int(step) == SPOILED_STEPS and "nan" not in weights
+    assert min(r.loss for r in history(spoiled.run) if not r.skipped) < 1.0
+    assert [r.step for r in history(spoiled.run) if r.skipped] == sorted(found)
+    proven(spoiled)
+
+
+def test_two_ranks_and_a_kill_give_the_same_to_the_bit(spoiled, tmp_path):
+    script = guarded(tmp_path, 2, *EVERY_3, die_at="8:6")
+    assert "resumed from step 6" in script.output()
+    assert script.end() == spoiled.end() and skipped(script).keys() == skipped(spoiled).keys()
+    proven(script)
+
+
+def test_the_trainers_scheduler_goes_on_or_waits(spoiled, tmp_path):
+    rates = dict(spoiled.logs())
+    assert rates[SPOILED_STEPS]["learning_rate"] == pytest.approx(3e-2 / SPOILED_STEPS)
+    waits = guarded(tmp_path, 1, settings="skip: hold\n")
+    held = sum(step < SPOILED_STEPS for step in skipped(waits))
+    assert dict(waits.logs())[SPOILED_STEPS]["learning_rate"] == pytest.approx((1 + held) * 3e-2 / SPOILED_STEPS)
+    assert held >= 2 * SPOILED_EPOCHS - 1 and math.isfinite(dict(waits.logs())[SPOILED_STEPS]["loss"])

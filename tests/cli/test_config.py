@@ -79,7 +79,10 @@ from harness.core.flags import FlagParser, add_flags, build, flag, positional, w
             ["run", "--nproc", "0"],
             "argument --nproc: wanted a number or auto, at least 1; found '0'",
         ),
-        (["run", "--leave-after", "nan"], "argument --leave-after: 'nan' is no duration"),
+        (
+            ["run", "--set", "leave_after=nan"],
+            "argument --set leave_after: 'nan' is no duration",
+        ),
         (
             ["run", "--set", "leaderless_hours=inf"],
             "argument --set leaderless_hours: wanted a finite number of at least 0, found 'inf'",

@@ -24,6 +24,7 @@ PURE = {
     "controller/forecast": {"dynamic_program", "fleet_program", "price_process", "spell_rates"},
     "core": {"batch", "decoding", "estimates", "facts", "loss_rates", "mesh", "read_traffic", "sample_order", "setup_record", "signing", "step_records", "user_functions", "world"},
     "lab/simulation": {"invariants", "sim_nodes", "sim_world", "simulation"},
+    "guards": {"guard_rules"},
     "ledger": {"attempts", "bill", "ledger", "run_state", "time_spans", "world_speed"},
     "local": {"spot_schedule"},
     "look/alerts": {"alert_log", "alert_rules"},

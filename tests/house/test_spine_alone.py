@@ -97,6 +97,7 @@ def test_it_trains_through_a_notice(spine, tmp_path):
         (("-m", "storage", "export", "mem", "out"), "export"),
         (("-c", "import harness; harness.fsdp2"), "meshes"),
         (("-c", "import harness; harness.attach().files"), "loops"),
+        (("-c", "import harness; harness.attach(guards='default')"), "guards"),
         (("-c", "from harness import data"), "data"),
     ],
 )

@@ -120,6 +120,12 @@ def guard() -> Made:
     return start().say(f.GuardTripped(9, 1, "non-finite", float("nan")))
 
 
+def skipped() -> Made:
+    where = "micro-batch 3 of rank 1 (samples 5, 8)"
+    said = f.StepSkipped(9, 1, "the loss is nan", float("nan"), float("nan"), (3,), (1,), where)
+    return start().say(said, f.StepSkipped(10, 1, "the loss is nan", float("nan"), float("nan")))
+
+
 def spike() -> Made:
     return start().trains(1, 100).trains(101, 103, loss=9.0).trains(104, 110)
 
@@ -230,6 +236,7 @@ SITUATIONS: dict[str, Callable[[], Made]] = {
     "crash-loop": loop,
     "gpu-health": gpu,
     "guard-tripped": guard,
+    "step-skipped": skipped,
     "loss-spike": spike,
     "snapshot-failed": snapshot_failed,
     "snapshot-quarantined": quarantined,

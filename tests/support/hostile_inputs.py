@@ -154,7 +154,7 @@ def flags() -> list[Case]:
         agent("--worlds", "1,two"), agent("--grace-s", "-1"), agent("--notices", "nope"), agent("--set", "nope=1"), agent("--set", "dead_s"),
         agent("--set", "peer_encrypt=yes"), agent("--set", f"{ESCAPE}=1"), agent("--set", "nproc=2"),
         agent("--notices", "no_such_module:f"), agent("--notices", "os:nope"),
-        agent("--set", "leave_at=soon"), agent("--set", "leave_at=nan"), agent("--leave-after", "-5h"),
+        agent("--set", "leave_at=soon"), agent("--set", "leave_at=nan"), agent("--set", "leave_after=-5h"),
         agent("--notify-signal", "NOPE"), agent("--trackers", "nope"),
         agent("--set", "replica_cap_usd=nan"),
         agent("--set", "stage_dir=task.yaml"), agent("--set", "stage_dir=/dev/null/x"),

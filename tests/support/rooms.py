@@ -11,7 +11,7 @@ SPINE = (
     *("controller", "clouds"),
 )
 SATELLITES = (
-    *("meshes", "loops", "adapters", "data", "look", "planner", "local", "check", "lab", "testing"),
+    *("meshes", "guards", "loops", "adapters", "data", "look", "planner", "local", "check", "lab", "testing"),
 )
 ORDER = (*SPINE, *SATELLITES, "cli")
 STORAGE_SATELLITES = ("export", "testing")

@@ -50,6 +50,8 @@ class TrainerSteps:
         self._flos_of, self._track = trainer.floating_point_ops, trainer._track_num_input_tokens
         self._now: CurrentStep | None = None
         self._lr = 0.0
+        # guards may skip updates; a GradScaler says by itself which ones it has skipped
+        self._guarded = loop.has_guards and trainer.accelerator.scaler is None
         self.batches = 0
 
     # ---- reading ---------------------------------------------------------------------------------
@@ -183,8 +185,12 @@ class TrainerSteps:
 
     # ---- the end ---------------------------------------------------------------------------------
     def optimized(self) -> None:
-        """Record the learning rate: the optimizer has stepped, the scheduler has not."""
+        """Record the learning rate: the optimizer has stepped, the scheduler has not. The Trainer
+        leaves its scheduler alone where Accelerate says that an update was skipped."""
         self._lr = float(self._trainer._get_learning_rate())
+        if self._guarded:
+            assert self._now is not None
+            self._trainer.optimizer._is_overflow = self._now.own.judged.hold
 
     def end(self) -> None:
         """End the step: the scheduler has stepped as well."""

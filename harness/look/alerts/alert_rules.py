@@ -343,12 +343,23 @@ def _gpu(stamped: Stamped, run: AlertState) -> Symptom | None:
 
 def _guard(stamped: Stamped, run: AlertState) -> Symptom | None:
     fact: Any = stamped.fact
+    if fact.what == "loss spike":
+        return None  # `_loss_spike`
     return Symptom(f"guard: {fact.what}", f"step {fact.step}: {fact.value:g}")
 
 
-def _loss_spike(stamped: Stamped, run: AlertState) -> Symptom | None:
-    """Compare the loss with those of the steps before it."""
+def _skipped(stamped: Stamped, run: AlertState) -> Symptom | None:
     fact: Any = stamped.fact
+    where = f"; {fact.samples}" if fact.samples else ""
+    return Symptom("an update is skipped", f"step {fact.step}: {fact.why}{where}")
+
+
+def _loss_spike(stamped: Stamped, run: AlertState) -> Symptom | None:
+    """Compare the loss with those of the steps before it, or take a guard's word for it."""
+    fact: Any = stamped.fact
+    if isinstance(fact, f.GuardTripped):
+        text = f"step {fact.step}: {fact.value:.4g}"
+        return Symptom("the loss spikes", text) if fact.what == "loss spike" else None
     if not math.isfinite(fact.loss):
         return Symptom("the loss is not finite", f"step {fact.step}: {fact.loss}")
     if fact.loss <= run.losses.limit:
@@ -540,7 +551,14 @@ BUILT_IN: tuple[AlertRule, ...] = (
     AlertRule("crash-loop", CRITICAL, (f.EpochLeft,), _crash_loop, cool_down_s=HOUR),
     AlertRule("gpu-health", WARNING, (f.HealthSeen,), _gpu),
     AlertRule("guard-tripped", CRITICAL, (f.GuardTripped,), _guard),
-    AlertRule("loss-spike", WARNING, (f.StepDone,), _loss_spike, cool_down_s=30 * MINUTE),
+    AlertRule("step-skipped", WARNING, (f.StepSkipped,), _skipped, cool_down_s=30 * MINUTE),
+    AlertRule(
+        "loss-spike",
+        WARNING,
+        (f.StepDone, f.GuardTripped),
+        _loss_spike,
+        cool_down_s=30 * MINUTE,
+    ),
     AlertRule("snapshot-failed", WARNING, (f.SnapshotFailed,), _snapshot_failed),
     AlertRule("snapshot-quarantined", WARNING, (f.SnapshotQuarantined,), _quarantined),
     AlertRule("promise-weakened", WARNING, (f.Warned,), _weakened, cool_down_s=6 * HOUR),

@@ -124,6 +124,9 @@ class AuditReport:
     notes: list[str] = field(default_factory=list)  # unusual, but allowed
 
 
+MOST_NAMED = 20  # skipped updates in a note
+
+
 def print_audit(report: AuditReport, console: Console) -> None:
     """Render a report for people: each rule, then the verdict."""
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -394,6 +397,7 @@ class _Audit:
             self.records.append(part)
             self.line.heads |= heads_at(self.store, key, part, wanted_at)
             n += len(part.rows)
+        self._note_skipped()
         if n != newest.step:
             raise RuleBroken(
                 f"snapshot {newest.ref.name}: wanted the records of steps 1-{newest.step}, found "
@@ -409,6 +413,16 @@ class _Audit:
             " be compared with)",
         }[proof]
         return n, f"steps 1-{n}: every {what} exactly once, {batching.global_batch} per step{only}"
+
+    def _note_skipped(self) -> None:
+        """Name the steps of the run's line whose update was skipped: the weights have nothing of
+        their samples."""
+        found = sorted(s for key in self.line.ends for s in self.proofs[key].skipped)
+        if not found:
+            return
+        named = "; ".join(f"step {step}: {why}" for step, why in found[:MOST_NAMED])
+        more = f"; and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+        self.notes.append(f"updates that guards have skipped: {len(found)} ({named}{more})")
 
     def _prove_records(self, context: str) -> None:
         """Prove every object of records on its own."""

@@ -43,6 +43,7 @@ class Proof:
     # sample; -1: the steps are our own
     begins: int = -1
     ends: int = -1
+    skipped: tuple[tuple[int, str], ...] = ()  # steps whose update the guards skipped, and why
 
     def encode(self) -> bytes:
         head = {
@@ -50,6 +51,7 @@ class Proof:
             "violation": self.violation,
             "worlds": self.worlds,
             "range": [self.begins, self.ends],
+            "skipped": self.skipped,
         }
         return sealed(head, (), archive.encode([self.part] if self.part else []))
 
@@ -59,7 +61,9 @@ class Proof:
         parts = archive.decode(body, "a proof")
         worlds = tuple((e, ranks, size, step) for e, ranks, size, step in head["worlds"])
         part = parts[0] if parts else None
-        return cls(head["broken"], head["violation"], worlds, part, *head.get("range", (-1, -1)))
+        skipped = tuple((step, why) for step, why in head["skipped"])
+        begins, ends = head["range"]
+        return cls(head["broken"], head["violation"], worlds, part, begins, ends, skipped)
 
 
 def prove(key: str, data: bytes, context: str) -> bytes:
@@ -82,8 +86,9 @@ def prove(key: str, data: bytes, context: str) -> bytes:
     begins, ends = part[0].begins, part[-1].begins + part[-1].samples
     if begins < 0:
         ends = -1
-    proof = Proof("", violation, tuple(worlds), RecordsPart.of(key, part), begins, ends)
-    return proof.encode()
+    skipped = tuple((r.step, r.skipped) for r in part if r.skipped)
+    made = RecordsPart.of(key, part)
+    return Proof("", violation, tuple(worlds), made, begins, ends, skipped).encode()
 
 
 def _obey(key: str, part: list[rec.StepRecord], identity: dict[str, Any]) -> None:
@@ -161,10 +166,10 @@ def _rules(
             f"{where}: wanted a hash of contents exactly where run.json says that contents are "
             f"recorded, found {found}"
         )
-    skipped = r.weight == 0 and r.loss == 0  # the script has skipped all of it
-    if not skipped and not (r.weight > 0 and math.isfinite(r.weight)):
+    empty = r.weight == 0 and r.loss == 0  # the script has skipped all of it
+    if not empty and not (r.weight > 0 and math.isfinite(r.weight)):
         raise RuleBroken(f"{where}: wanted a positive weight, found {r.weight}")
-    if not math.isfinite(r.loss):
+    if not (math.isfinite(r.loss) or r.skipped):
         raise RuleBroken(f"{where}: wanted a finite loss, found {r.loss}")
 
 

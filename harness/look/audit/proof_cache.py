@@ -25,7 +25,7 @@ Prove = Callable[[str, bytes, str], bytes]  # key, content, context; a function 
 AHEAD = 4  # objects in flight per process
 FEW = 64  # up to this many objects, no processes are started
 # Increase it when a rule or the form of a proof changes, so that older proofs are not used.
-RULES = 2
+RULES = 3
 
 
 class Prover:

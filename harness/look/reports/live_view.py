@@ -184,6 +184,8 @@ def _of_training(fact: f.Fact, state: RunState) -> tuple[str, str] | None:
             return "red", f"snapshot of step {step} is bad: {why}"
         case f.GuardTripped(step, _, what, value):
             return "red", f"step {step}: {what} ({value:g})"
+        case f.StepSkipped(step, _, why):
+            return "yellow", f"step {step} skipped: {why}"
     return None
 
 

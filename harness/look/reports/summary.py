@@ -28,6 +28,7 @@ from harness.core.facts import (
     SnapshotFailed,
     SnapshotQuarantined,
     Stamped,
+    StepSkipped,
     Unreadable,
     Validated,
     Warned,
@@ -439,6 +440,8 @@ def _marks(facts: list[Stamped]) -> tuple[TimelineMark, ...]:
                 marks.append(TimelineMark(s.t, "failed", text, f.log_tail))
             case GuardTripped(step, _, what, value):
                 marks.append(TimelineMark(s.t, "guard", f"step {step}: {what} ({value:g})"))
+            case StepSkipped(step, _, why):
+                marks.append(TimelineMark(s.t, "skipped", f"step {step}: {why}"))
             case SnapshotFailed(step, _, why):
                 marks.append(
                     TimelineMark(s.t, "snapshot failed", f"snapshot of step {step}: {why}")

@@ -139,7 +139,7 @@ def _event(fact: f.Fact, nodes: Mapping[str, int]) -> dict[str, float]:
             return {"event/world": epoch.world}
         case f.SnapshotQuarantined(step):
             return {"event/quarantined_step": step}
-        case f.GuardTripped(step):
+        case f.GuardTripped(step) | f.StepSkipped(step):
             return {"event/guard_step": step}
     return {}
 

@@ -125,6 +125,12 @@ class Norms:
         self._calls[self._micro].append(self._number[id(layer)])
 
     # ---- a step ----------------------------------------------------------------------------------
+    def forget(self) -> None:
+        """Drop the statistics of a step whose update is skipped."""
+        self.rest()
+        self._calls.clear()
+        self._found.clear()
+
     def settle(self, micro_batches: int, some_idle: bool = False, *, exact: bool) -> None:
         """Average the statistics of a step of `micro_batches` after its last one, on all ranks.
         `some_idle`: some ranks may have had no micro-batch. Raises BadInput if layers were called
