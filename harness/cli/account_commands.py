@@ -106,8 +106,8 @@ def show(found: list[Alive], console: Console) -> None:
         )
     console.print(table)
     hourly = sum(one.usd_per_h or 0.0 for one in found)
-    number = "1 cluster" if len(found) == 1 else f"{len(found)} clusters"
-    console.print(f"{number}, {hourly:.2f} USD an hour.", highlight=False)
+    counted = "1 cluster" if len(found) == 1 else f"{len(found)} clusters"
+    console.print(f"{counted}, {hourly:.2f} USD an hour.", highlight=False)
     for one in found:
         if one.forgotten:
             word, why = "FORGOTTEN", one.idle or "its run is over"
