@@ -177,6 +177,7 @@ runpy.run_module("torchtitan.train", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.timeout(900)  # three starts of torchtitan on two ranks each
 def test_a_step_that_would_end_too_late_is_dropped_and_done_again_the_same(folder):
     ours, script = "harness.adapters.torchtitan.overrides", folder / "long_steps.py"
     script.write_text(LONG_STEPS)
