@@ -10,6 +10,7 @@ import pytest
 
 from harness.cli import node_logs
 from harness.cli.node_logs import LocalLines, SkyLines, behind, logs_beside, page_logs, show
+from harness.clouds.sky_clusters import tag
 from harness.core.world import CloudUnavailable
 from storage.terminal_text import Console
 from support import outside
@@ -108,7 +109,7 @@ def test_a_page_has_the_last_lines_of_nodes_that_are_there_and_that_are_gone(tmp
     assert found[2].splitlines() == [f"line {i}" for i in range(460, 500)]
 
     (tmp_path / "local-cloud" / "config.json").unlink()  # of SkyPilot's clusters now
-    kept = tmp_path / "sky-logs" / "sh-abc-0007.log"
+    kept = tmp_path / "sky-logs" / f"{tag(url)}-0007.log"
     kept.parent.mkdir()
     kept.write_text("the end of a failed node\n")
     asked = []

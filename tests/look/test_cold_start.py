@@ -75,4 +75,4 @@ def test_the_head_of_the_report_names_the_parts_and_what_spares_a_long_setup(sum
 
 
 def test_a_run_without_a_step_has_none():
-    assert cold_start_rows(summarize(MemoryStore())) == []
+    assert cold_start_rows(summarize(MemoryStore("memory://none", {}))) == []

@@ -34,6 +34,7 @@ print("cache:", found["fxgraph_cache_hit"], "hits", found["fxgraph_cache_miss"],
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv(VARIABLE, raising=False)  # torch sets it once it has compiled something
     yield tmp_path / "home"
     for thread in threading.enumerate():
         if thread.name == "compile-cache":
