@@ -575,7 +575,7 @@ class Agent:
         everybody = {m.member: m for m in found}
         stay.absent = {n for n, m in everybody.items() if m.state in ("gone", "dead")}
         peers = [everybody[n] for n in epoch.members if n != self.name and n in everybody]
-        said = verdicts.hear_peers(epoch, peers, stay.peer_left_s, now)
+        said = verdicts.hear_peers(epoch, peers, stay.entered_s, stay.peer_left_s, now)
         stay.peer_left_s = said.since_s
         if said.why:
             return self._abandon(said.why, RESIZE if said.planned else KILLED)

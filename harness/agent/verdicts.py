@@ -294,9 +294,10 @@ class PeerVerdict:
 
 
 def hear_peers(
-    world: Epoch, peers: Sequence[Member], since_s: float | None, now: float
+    world: Epoch, peers: Sequence[Member], entered_s: float, since_s: float | None, now: float
 ) -> PeerVerdict:
-    """Return what follows for our workers from the states of the other members of `world`."""
+    """Return what follows for our workers from the states of the other members of `world`, which we
+    entered at `entered_s`. `since_s`: see `PeerVerdict`."""
     epoch = world.epoch
     if dead := [p.member for p in peers if p.state == "dead"]:
         return PeerVerdict(f"lost {', '.join(dead)}", since_s)
@@ -306,14 +307,19 @@ def hear_peers(
     if blind := [p.member for p in peers if p.state == "away" and world.is_left_by(p)]:
         why = f"{', '.join(blind)} does not come: the bucket does not answer it"
         return PeerVerdict(why, since_s, True)
+    # what it last read of the bucket does not name it yet
+    late = [p.member for p in peers if p.state == "ready" and p.epoch < epoch]
+    if late and now - entered_s > PLANNED_S:
+        return PeerVerdict(f"{', '.join(late)} does not come", since_s)
     left = [
         p
         for p in peers
-        if p.epoch > epoch or (p.state in ("ready", "gone") and p.end != End.FINISHED.value)
+        if p.epoch > epoch
+        or (p.epoch == epoch and p.state in ("ready", "gone") and p.end != End.FINISHED.value)
     ]
     changing = any(p.end == CHANGING and p.epoch == epoch for p in peers)
     if not left:
-        return PeerVerdict(since_s=since_s, changing=changing)
+        return PeerVerdict(changing=changing)
     since_s = since_s or now
     planned = all(p.end in ("resize", "drained", "stopped", "") for p in left)
     if now - since_s > (PLANNED_S if planned else PEER_LEFT_S):

@@ -456,13 +456,16 @@ WORLD = Epoch(3, ("m1", "m2"), (1, 1), (1.0, 1.0), "127.0.0.1", 1, "grow", withd
         (member(epoch=4, end="killed"), 11.1, "m2 has left", False),
         (member(state="ready", end="resize"), 40.0, "", False),
         (member(state="gone", end="drained"), 40.1, "m2 has left", False),
+        # not there yet: its bucket is slow, and what it says is about the generation before
+        (member(state="ready", epoch=2, end="killed"), 40.0, "", False),
+        (member(state="ready", epoch=2, end="killed"), 40.1, "m2 does not come", False),
         (member(state="away", epoch=2), 10.0, "", False),  # as it was when it was named
         (member(state="away", epoch=2, withdrawals=1), 10.0, "m2 does not come", True),
     ],
 )
 def test_when_peers_end_our_epoch(peer, now, why, planned):
-    since_s = hear_peers(WORLD, [peer], None, 10.0).since_s
-    said = hear_peers(WORLD, [peer], since_s, now)
+    since_s = hear_peers(WORLD, [peer], 10.0, None, 10.0).since_s
+    said = hear_peers(WORLD, [peer], 10.0, since_s, now)
     assert said.why.startswith(why) and bool(said.why) is bool(why) and said.planned is planned
 
 
@@ -472,9 +475,10 @@ def test_peers_say_that_the_world_changes():
         (member(end=ends.CHANGING), True),
         (member(epoch=2, end=ends.CHANGING), False),  # of another epoch
         (member(state="ready", end="drained"), True),
+        (member(state="ready", epoch=2, end="resize"), False),  # not there yet
         (member(state="ready", end="failed"), False),
     ]:
-        assert hear_peers(WORLD, [peer], None, 10.0).changing is changing
+        assert hear_peers(WORLD, [peer], 10.0, None, 10.0).changing is changing
     assert after(PeersChange(), PeersChange())[1] == ()
     assert after(PeersChange())[1] == (WriteMark(Want.RESIZE, "peers", None), NotifyWorkers())
 

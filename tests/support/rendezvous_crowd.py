@@ -164,6 +164,7 @@ class CrowdDue:
     round_s: float = 0.0
     lines_s: float = float("inf")
     waiting_s: float | None = None
+    entered_s: float = 0.0  # entered our last epoch
     left_s: float | None = None
 
 
@@ -301,6 +302,7 @@ class CrowdMember(SimulatedHeartbeats):
         self.rendezvous.say(state="in", epoch=epoch.epoch, end="")
         self.epoch = epoch
         self.due.waiting_s = self.due.left_s = None
+        self.due.entered_s = self.store.now()
         self.history.append((self.store.now(), f"in {epoch.epoch} of {len(epoch.members)}"))
 
     def _watch_peers(self) -> None:
@@ -312,7 +314,7 @@ class CrowdMember(SimulatedHeartbeats):
         found = self.rendezvous.look() if look else self.rendezvous.watch(epoch.members)
         everybody = {m.member: m for m in found}
         peers = [everybody[n] for n in epoch.members if n != self.name and n in everybody]
-        said = verdicts.hear_peers(epoch, peers, self.due.left_s, now)
+        said = verdicts.hear_peers(epoch, peers, self.due.entered_s, self.due.left_s, now)
         self.due.left_s = said.since_s
         # workers agree with their peers at once to leave
         has_left = any(p.state in ("ready", "gone") and p.epoch >= epoch.epoch for p in peers)
