@@ -210,7 +210,8 @@ def test_an_agent_does_not_retry_what_would_be_skipped_again(tmp_path, guards):
     ended = under_an_agent(run, *flags)
     assert ended.returncode == STOPPED, ended.stdout
     assert "4 updates of the last 100 steps were skipped, wanted at most 3" in ended.stdout
-    assert len(facts(run, EpochStarted)) == 1 and newest(run).step == 20
+    assert len(facts(run, EpochStarted)) == 1
+    assert newest(run).step in (10, 20)  # that of step 20 may still have been on its way
 
 
 def test_a_command_with_wrong_guards_starts_nothing(tmp_path, guards):

@@ -451,7 +451,7 @@ def test_what_w_and_b_knows_besides_numbers(server):
     assert run.files["diff.patch"] == diff
     assert run.about["notes"].startswith("purpose: to see\n")
     assert run.about["notes"].endswith("me, step 8: lr was too high")
-    assert [a["title"] for a in run.alerts] == ["guard: loss spike"]
+    assert [a["title"] for a in run.alerts] == ["the loss spikes"]
 
 
 def test_w_and_bs_stop_button_stops_the_run(server):
