@@ -189,7 +189,7 @@ def test_too_many_bad_steps_stop_the_run_and_name_the_samples(tmp_path, guards):
     assert "BadInput: step 41: the loss is nan: micro-batch 0 of rank 0 (samples " in output
     assert "micro-batch 5 of rank 1 (samples " in output
     assert "11 updates of the last 100 steps were skipped, wanted at most 10" in output
-    assert newest(run).step == 40  # of good weights
+    assert newest(run).step in (30, 40)  # of good weights; that of 40 may have been on its way
     (stop,) = facts(run, GuardTripped)
     assert (stop.what, stop.step, stop.value) == ("too many bad steps", 41, 11.0)
     assert [one.step for one in facts(run, StepSkipped)] == list(range(31, 42))
