@@ -6,10 +6,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import shutil
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -17,7 +13,7 @@ import yaml
 from harness.clouds.skypilot import NO_SPOT
 from harness.core.world import DRAINED, UNFIT
 from support.rooms import ROOT
-from support.sky_catalog import CATALOG, SECONDS
+from support.sky_catalog import home_with_catalog, said_by_skypilot
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sky") is None, reason="SkyPilot is not installed"
@@ -89,22 +85,8 @@ def twice():
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    home = tmp_path_factory.mktemp("home")
-    shutil.copytree(CATALOG, home / ".sky" / "catalogs" / "v8")
-    env = {**os.environ, "HOME": str(home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     groups = {"trainer and watch": group("train_gang", "watch"), "two trainers": twice()}
-    ended = subprocess.run(
-        [sys.executable, "-c", TRIED, json.dumps(groups)],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    line = next(line for line in ended.stdout.splitlines() if line.startswith("SAID "))
-    return json.loads(line.removeprefix("SAID "))
+    return said_by_skypilot(home_with_catalog(tmp_path_factory), TRIED, json.dumps(groups))
 
 
 def test_a_pool_takes_workers_on_which_our_jobs_fit(said):

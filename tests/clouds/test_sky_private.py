@@ -7,18 +7,13 @@ One process tries all, since it imports SkyPilot with a home and clouds of its o
 import ast
 import csv
 import importlib.util
-import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 
 import pytest
 
 from harness.clouds import sky_private
 from support.rooms import ROOT
-from support.sky_catalog import CATALOG, SECONDS
+from support.sky_catalog import CATALOG, home_with_catalog, said_by_skypilot
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sky") is None, reason="SkyPilot is not installed"
@@ -84,16 +79,7 @@ print("SAID " + json.dumps(said))
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    home = tmp_path_factory.mktemp("home")
-    shutil.copytree(CATALOG, home / ".sky" / "catalogs" / "v8")
-    env = {**os.environ, "HOME": str(home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    ended = subprocess.run(
-        [sys.executable, "-c", TRIED], env=env, capture_output=True, text=True, timeout=SECONDS
-    )
-    assert ended.returncode == 0, ended.stderr
-    line = next(line for line in ended.stdout.splitlines() if line.startswith("SAID "))
-    return json.loads(line.removeprefix("SAID "))
+    return said_by_skypilot(home_with_catalog(tmp_path_factory), TRIED)
 
 
 def zones_of_the_catalog():
