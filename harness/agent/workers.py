@@ -396,10 +396,10 @@ class Workers:
     def _unforked(self, worker: Worker, now: float) -> str:
         if worker.process.pid:
             return ""
-        is_warm = self.warm()
-        self._cold_s = self._cold_s if is_warm else now
-        since_s = max(worker.ordered_s, self._cold_s) if is_warm else worker.ordered_s
-        within_s = FORKED_WITHIN_S if is_warm else IMPORTED_WITHIN_S
+        if self.warm():
+            since_s, within_s = max(worker.ordered_s, self._cold_s), FORKED_WITHIN_S
+        else:
+            self._cold_s, since_s, within_s = now, worker.ordered_s, IMPORTED_WITHIN_S
         if now - since_s <= within_s:
             return ""
         return f"not forked for {within_s:.0f} s: the warm process hangs"

@@ -260,7 +260,7 @@ def _pauses(text: str) -> None:
 
 
 def _guards(text: str) -> object:
-    return None if text == "off" else extensions.load(extensions.GUARD_RULES, "--guards")(text)
+    return extensions.load(extensions.GUARD_RULES, "--guards")(text)
 
 
 def _gib(text: str) -> object:

@@ -375,19 +375,18 @@ class Calls:
         pools and services, which their own controllers keep."""
         sdk, jobs, serve = sky("client.sdk"), sky("jobs.client.sdk"), sky("serve.client.sdk")
         names = {r.cluster_name_on_cloud for r in sdk.get(sdk.status(all_users=True))}
+        no_controller = contextlib.suppress(sky("exceptions").ClusterNotUpError)
         fields = ["job_id", "status", "cluster_name_on_cloud"]
-        try:
+        with no_controller:
             queue = jobs.queue_v2(False, skip_finished=True, all_users=True, fields=fields)
             names |= {job.cluster_name_on_cloud for job in sdk.get(queue)[0]}
-        except sky("exceptions").ClusterNotUpError:
-            pass  # there is no controller
         for what, status in (("pools", jobs.pool_status), ("services", serve.status)):
             try:
-                workers = [one for row in sdk.get(status(None)) for one in row["replica_info"]]
-                names |= {getattr(w["handle"], "cluster_name_on_cloud", None) for w in workers}
-            except (sky("exceptions").ClusterNotUpError, RuntimeError) as e:
-                if isinstance(e, RuntimeError):
-                    silent[what] = without_colours(e)
+                with no_controller:
+                    workers = [one for row in sdk.get(status(None)) for one in row["replica_info"]]
+                    names |= {getattr(w["handle"], "cluster_name_on_cloud", None) for w in workers}
+            except RuntimeError as e:
+                silent[what] = without_colours(e)
         return {name for name in names if name}
 
     def _listed(self, silent: dict[str, str]) -> list[cloud_machines.Machine]:

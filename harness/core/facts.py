@@ -525,8 +525,11 @@ class SnapshotQuarantined(Fact):
 class GuardTripped(Fact):
     step: int
     epoch: int
-    what: str  # "non-finite loss", "loss spike", ...
+    what: str  # "non-finite", LOSS_SPIKE, ...
     value: Reading
+
+
+LOSS_SPIKE = "loss spike"  # of GuardTripped
 
 
 @dataclass(frozen=True)

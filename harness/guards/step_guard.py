@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from harness.core.batch import indices_at
-from harness.core.facts import GuardTripped, StepSkipped
+from harness.core.facts import LOSS_SPIKE, GuardTripped, StepSkipped
 from harness.core.world import BadInput
 from harness.guards.guard_rules import HOLD, Guards, StepFinding, StepRules, guards_of
 from harness.worker.gradients.parallel import Replicated, Sharded, Single
@@ -31,7 +31,7 @@ from harness.worker.training_state import PASSED, Judged, StepHooks, Training
 if TYPE_CHECKING:
     from harness.worker.step import Sums, Work
 
-SPIKE, TOO_MANY = "loss spike", "too many bad steps"
+TOO_MANY = "too many bad steps"  # of GuardTripped
 MOST_NAMED = 8  # micro-batches, and samples of each, in one line
 
 
@@ -156,7 +156,7 @@ class StepGuard:
         loss = total / weight if weight else math.nan
         found = self._rules.judge(number, loss, norm, work.training.scaler is not None)
         if found.spike is not None:
-            work.run.fact(GuardTripped(number, work.run.epoch, SPIKE, loss))
+            work.run.fact(GuardTripped(number, work.run.epoch, LOSS_SPIKE, loss))
             usual = f"step {number}: the loss is {loss:.4g}, {found.spike[1]:.4g} is usual"
             work.peers.print(f"harness: {usual}")
         if found.skip:

@@ -205,13 +205,12 @@ def _execute(
 
 def _differences(a: rec.StepRecord, b: rec.StepRecord) -> Iterator[str]:
     """Yield the differences between two executions of one step, bit for bit."""
-    for name in ("digest", "contents", "samples", "weight", "loss", "lr", "skipped"):
-        x, y = getattr(a, name), getattr(b, name)
+    names = ("digest", "contents", "samples", "weight", "loss", "lr", "skipped")
+    pairs = [(name, getattr(a, name), getattr(b, name)) for name in names]
+    norms = (one.metrics.get("grad_norm", math.nan) for one in (a, b))
+    for name, x, y in [*pairs, ("gradient norm", *norms)]:
         if x != y and not (x != x and y != y):  # a skipped step may have no loss
             yield f"step {a.step}: {name} was {x!r}, is {y!r}"
-    x, y = a.metrics.get("grad_norm", math.nan), b.metrics.get("grad_norm", math.nan)
-    if x != y and not (math.isnan(x) and math.isnan(y)):
-        yield f"step {a.step}: gradient norm was {x!r}, is {y!r}"
 
 
 def _compare_weights(source: Snapshots, a: Manifest, copy: Snapshots, b: Manifest) -> str:

@@ -343,7 +343,7 @@ def _gpu(stamped: Stamped, run: AlertState) -> Symptom | None:
 
 def _guard(stamped: Stamped, run: AlertState) -> Symptom | None:
     fact: Any = stamped.fact
-    if fact.what == "loss spike":
+    if fact.what == f.LOSS_SPIKE:
         return None  # `_loss_spike`
     return Symptom(f"guard: {fact.what}", f"step {fact.step}: {fact.value:g}")
 
@@ -359,7 +359,7 @@ def _loss_spike(stamped: Stamped, run: AlertState) -> Symptom | None:
     fact: Any = stamped.fact
     if isinstance(fact, f.GuardTripped):
         text = f"step {fact.step}: {fact.value:.4g}"
-        return Symptom("the loss spikes", text) if fact.what == "loss spike" else None
+        return Symptom("the loss spikes", text) if fact.what == f.LOSS_SPIKE else None
     if not math.isfinite(fact.loss):
         return Symptom("the loss is not finite", f"step {fact.step}: {fact.loss}")
     if fact.loss <= run.losses.limit:
