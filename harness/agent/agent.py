@@ -190,6 +190,7 @@ class Agent:
         times_s = (v.grace_s, v.drain_lead_s, v.doubt_ahead_s, c.fitness.unfit_grace_s)
         self._node = AgentState(node_state.Rules(self.name, *times_s), now + node_state.WARM_S)
         self._stay, self._past, self._due = EpochTimes(), EpochHistory(left_s=now), Due(now)
+        self.unled = False  # this node leaves since nobody leads the run
 
     # ---- life ------------------------------------------------------------------------------------
     def execute(self) -> int:
@@ -414,6 +415,7 @@ class Agent:
         if self._node.leaving or not self._due.now("lease", now, self.config.timing.lease_s):
             return
         if why := self._run.unled(now):
+            self.unled = True
             self._feed(node_state.Unled(why, self._run.bucketless))
 
     def _stop_order(self, now: float) -> str | None:

@@ -22,6 +22,7 @@ from harness.agent.flight_recorder import on_gpus
 from harness.agent.host import RealHost
 from harness.agent.instance_price import PlaceFinder
 from harness.agent.run_orders import LOOK_EVERY_S
+from harness.agent.sky_node import cluster_info, give_back
 from harness.agent.workers import (
     AgentConfig,
     Fitness,
@@ -183,18 +184,6 @@ def number_in(
         return int(Bounds(at_least=at_least, at_most=at_most).of(text, int))
     except ValueError as e:
         raise BadInput(f"{name}: {e}") from None
-
-
-def cluster_info(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return SkyPilot's description of this node's cluster; {} without one. Raises BadInput."""
-    text = env.get("SKYPILOT_CLUSTER_INFO") or "{}"
-    try:
-        found = parsed(text)
-    except BadObject as e:
-        raise BadInput(f"SKYPILOT_CLUSTER_INFO={text[:80]!r}: wanted a JSON object: {e}") from None
-    if not isinstance(found, dict):
-        raise BadInput(f"SKYPILOT_CLUSTER_INFO={text[:80]!r}: wanted a JSON object")
-    return found
 
 
 def check_address(text: str) -> None:
@@ -594,7 +583,10 @@ def run(flags: RunFlags) -> int:
 
             at = stack.enter_context(exposing(flags.prometheus, lambda: agent_gauges(agent)))
             print(f"harness run: numbers for Prometheus at {at}", flush=True)
-        return agent.execute()
+        code = agent.execute()
+    if failed := give_back(env, at_once=agent.unled):
+        print(f"harness run: this allocation may not end by itself: {failed}", flush=True)
+    return code
 
 
 def _beside(flags: RunFlags, env: Mapping[str, str]) -> HelperConfig:

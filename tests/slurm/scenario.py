@@ -9,8 +9,8 @@ capacity: the run goes on with fewer. The last one is taken too, and the run mov
 cloud. The controller is killed, and another one adopts the nodes; SkyPilot's API server is
 restarted under it. Capacity returns, and the run moves back, because that pays. Then it is stopped,
 and resumed for its last steps. `harness prove verify` must hold, nothing may be left, and the bill must
-agree with SkyPilot's. At last another run has a budget that ends in its middle: it is kept, by both
-bills.
+agree with SkyPilot's. Another run has a budget that ends in its middle: it is kept, by both bills.
+At last a run's controller, SkyPilot's server and its bucket vanish: its node ends by itself.
 
 What is waited for are facts; how long it takes depends on the computer: 10 minutes on an idle one
 with 2 cores.
@@ -61,10 +61,12 @@ GRACE_S = 120.0  # of AWS
 # two members cost 3 USD an hour: some minutes of them; drains and ends are held back
 BUDGET_USD = 0.45
 OVER_SHARE, OVER_NODE_S = 0.02, 60.0  # of it, or of each node: what may be spent beyond it
+LEASE_S = 90.0  # of a node that nobody leads; it looks four times in it
+ENDED_WITHIN_S = LEASE_S + 120.0  # of its last look at its bucket: the looks, a grace, Slurm's own
 DECIDED_WITHIN_S = 5.0  # of the fact that a node is gone, while the controller is there
 
 
-WHOLE = ("begin", "notice", "losses", "seats", "back", "stop", "resume", "check", "budget")
+WHOLE = ("begin", "notice", "losses", "seats", "back", "stop", "resume", "check", "budget", "vanish")
 SHORT = ("begin", "losses", "stop", "check")
 
 
@@ -315,9 +317,7 @@ class Scene:
 
     def budget(self) -> None:
         """Another run, whose budget ends in its middle."""
-        self.url = str(self.lab.bucket / f"budget-{int(time.time())}")
-        self.store = open_store(self.url)
-        self.follower, self.known, self.done = Follower(self.store), [], []
+        self.another("budget")
         self.did(f"harness launch, 1 to 2 nodes, for {BUDGET_USD:g} USD")
         self.launch(MANY, BUDGET_USD)
         self.until("two members train", lambda: 2 in self.worlds())
@@ -340,6 +340,39 @@ class Scene:
         if not 0 < max(bill["ours_usd"], bill["skypilot_usd"]) <= most_usd:
             raise SystemExit(f"wanted no more than {most_usd:.4f} USD spent, found {bill}")
         print("The budget was kept.")
+
+    def vanish(self) -> None:
+        """A node whose controller, bucket and laptop are gone, each for good."""
+        lease = f"--set leaderless_hours={LEASE_S / 3600:.4f}"
+        self.another("vanish", lease)
+        self.did("harness launch, 1 to 2 nodes")
+        self.launch(MANY)
+        self.until("two members train", lambda: 2 in self.worlds())
+        self.until("a snapshot is committed", lambda: self.step() > 0)
+        assert self.controller
+        self.controller.send_signal(signal.SIGKILL)
+        self.controller.wait()
+        self.controller = None
+        self.stop_server()
+        Path(self.url).chmod(0)  # every request is refused, as of a bucket of a closed account
+        self.did("controller, SkyPilot's server and bucket are gone")
+        self.until(
+            "the nodes have ended by themselves",
+            lambda: not any(self.lab.busy(c.name) for c in CLUSTERS),
+            ENDED_WITHIN_S,
+        )
+        Path(self.url).chmod(0o777)
+        if "No existing clusters" not in (left := self.clusters()):
+            raise SystemExit(f"SkyPilot still has clusters, though their nodes have ended:\n{left}")
+
+    def another(self, name: str, flags: str = "") -> None:
+        """Turn to another run. `flags`: of its `harness run`, as its task writes them."""
+        self.url = str(self.lab.bucket / f"{name}-{int(time.time())}")
+        self.store = open_store(self.url)
+        self.follower, self.known, self.done = Follower(self.store), [], []
+        self.task = in_lab(
+            "train.yaml", self.lab.venv, self.lab.root / f"{name}.yaml", self.lab.code, flags=flags
+        )
 
     def clusters(self) -> str:
         """Those that SkyPilot has, in its words."""

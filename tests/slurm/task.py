@@ -19,10 +19,16 @@ TASKS = Path(__file__).resolve().parent.parent.parent / "sky_tasks"
 
 
 def in_lab(
-    name: str, venv: Path, into: Path, code: Path = TASKS.parent, first: str = ":", **resources: Any
+    name: str,
+    venv: Path,
+    into: Path,
+    code: Path = TASKS.parent,
+    first: str = ":",
+    flags: str = "",
+    **resources: Any,
 ) -> Path:
     """Write `sky_tasks/<name>` for the lab; returns where. code: what is sent to nodes; first:
-    a command of theirs before all others."""
+    a command of theirs before all others; flags: more of `harness run`."""
     task = yaml.safe_load((TASKS / name).read_text())
     recovery = task["resources"].get("job_recovery") or task["resources"].get("any_of", [{}])[
         0
@@ -42,7 +48,7 @@ def in_lab(
     kind = "umask 0\nexport CUDA_VISIBLE_DEVICES=\nrenice -n 10 -p $$ > /dev/null"
     task["run"] = (
         f"{kind}\n{first}\n[ ! -f {code.parent}/local/metadata ] || . "
-        f"{code.parent}/local/metadata\n{task['run']}"
+        f"{code.parent}/local/metadata\n{task['run'].replace('harness run ', f'harness run {flags} ')}"
     )
     into.write_text(yaml.safe_dump(task, sort_keys=False))
     return into
