@@ -13,7 +13,7 @@ One failed read is no proof: bytes are damaged in transit, in a cache, in the re
 and a store may answer 404 for a while. So damaged data is read again, seconds apart, over new
 connections and bypassing all caches. If it stays bad, the snapshot is at fault only if no other
 host can check it, or another host reports the same. A host that another one refutes, or that finds
-a second snapshot bad, is at fault itself. A mark (`Snapshots.quarantine`) is taken back by whoever
+several snapshots bad and is alone in saying so of one of them, is at fault itself. A mark (`Snapshots.quarantine`) is taken back by whoever
 reads the whole snapshot. Without a person's permission a restore passes over one snapshot at most
 (`Rewind`).
 
@@ -233,6 +233,7 @@ class Restore:
             if not why:
                 self.pardon(ref)
                 return True
+            self._passed[ref] = why
             # without write permission the finding is still returned
             with contextlib.suppress(StoreError):
                 self.snapshots.doubt(ref, self.host, why)
@@ -382,16 +383,18 @@ class Restore:
         said = self.snapshots.doubters(ref) | {host_word(host) for host in bad}
         if len(said) < WITNESSES:
             self._alone.append(ref)
-            if len(self._alone) > 1:
-                for each in self._alone[:-1]:
+        several = list(dict.fromkeys([*self._passed, *self._alone, ref]))
+        if self._alone and len(several) > 1:
+            for each in self._alone:
+                if each != ref:
                     with contextlib.suppress(StoreError):
                         self._unmark(each)
-                names = " nor ".join(each.name for each in self._alone)
-                return {
-                    host: f"it can read neither {names}, and no other host says "
-                    f"that they are bad: {why}"
-                    for host, why in bad.items()
-                }
+            names = " nor ".join(each.name for each in several)
+            return {
+                host: f"it can read neither {names}, and no other host says that "
+                f"{self._alone[0].name} is bad: {why}"
+                for host, why in bad.items()
+            }
         why = f"{first} (says {', '.join(sorted(said))})"
         try:
             self.snapshots.quarantine(ref, why)

@@ -245,7 +245,8 @@ def test_only_what_befell_a_run_excuses_its_end() -> None:
     unread = "would go on from step 0: none of its snapshots can be used (0000000004-e000001: ...)"
     assert FaultLog(misread={3: 10.0, 5: 100.0}).explain(unread)
     assert not FaultLog(misread={3: 10.0}).explain(unread)
-    assert not FaultLog(misread={3: 10.0, 5: 200.0}).explain(unread)
+    assert FaultLog(misread={3: 10.0, 5: 900.0}, read_s=[5.0]).explain(unread)
+    assert not FaultLog(misread={3: 10.0, 5: 100.0}, read_s=[50.0]).explain(unread)
     assert not FaultLog(misread={3: 10.0, 5: 100.0}).explain(died)
     hung = "hung 2 times, the last time after step 7, where a node before it was worn out too, so"
     hangs = [InjectedFault(5.0 * n, "hang-worker", n % 2, n // 2, 7 * (n // 2)) for n in range(4)]

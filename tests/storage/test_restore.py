@@ -202,6 +202,16 @@ def test_a_bad_reader_that_is_started_again_in_between_gets_no_further() -> None
     assert resume(snapshots, "good") == Ref(1, 30)
 
 
+def test_who_is_alone_with_one_of_several_is_no_witness_of_the_others() -> None:
+    """An old doubt of one of them, by a host that was unfit itself, does not end the run."""
+    snapshots, told = bucket(10, 20, 30), list[str]()
+    snapshots.doubt(Ref(1, 20), "before", "its hash differs")
+    with pytest.raises(Unfit, match="neither 0000000030-e000001 nor 0000000020-e000001"):
+        resume(snapshots, "bad", flip, told)
+    assert marks(snapshots) == set()
+    assert resume(snapshots, "good") == Ref(1, 30)
+
+
 def test_where_nobody_else_can_say_the_mark_names_who_says_so() -> None:
     snapshots = bucket(10, 20, 30)
     rot(snapshots, 30)

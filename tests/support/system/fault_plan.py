@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 SCRIPT = r"crash loop: .* (\d+) times .*\(after step (\d+)\): ([^.]*)\. "
 HUNG = r"hung (\d+) times, the last time after step (\d+), where a node before it was worn out too"
 UNREADABLE = r"none of its snapshots can be used|its newest \d+ snapshots cannot be used"
-TOGETHER_S = 120.0  # two hosts that read at most this long after another can agree
 WORDS = {"RuntimeError: simulated: the script raises": "fail-script", "SIGKILL": "kill-worker"}
 
 
@@ -48,10 +47,12 @@ class InjectedFault:
 
 @dataclass
 class FaultLog:
-    """`misread`: by attempt, when a node last was given damaged bytes of a snapshot."""
+    """`misread`: by attempt, when a node last was given damaged bytes of a snapshot; `read_s`: when
+    a world restored one that was whole."""
 
     all: list[InjectedFault] = field(default_factory=list)
     misread: dict[int, float] = field(default_factory=dict)
+    read_s: list[float] = field(default_factory=list)
 
     def explain(self, reason: str) -> bool:
         """Are these the reason that a run gives for its end?"""
@@ -61,9 +62,9 @@ class FaultLog:
             return len({b.epoch for b in self.all if (b.kind, b.step) == (kind, step)}) >= times
         if found := re.search(HUNG, reason):
             return len(self._worn_out(int(found[1]), int(found[2]))) >= 2
-        if re.search(UNREADABLE, reason):  # one host is not believed
-            times_s = sorted(self.misread.values())
-            return any(b - a <= TOGETHER_S for a, b in itertools.pairwise(times_s))
+        if re.search(UNREADABLE, reason):  # one host is not believed, nor is one that was refuted
+            pairs_s = itertools.pairwise(sorted(self.misread.values()))
+            return any(not any(a < t < b for t in self.read_s) for a, b in pairs_s)
         return False
 
     def _worn_out(self, times: int, step: int) -> set[int]:

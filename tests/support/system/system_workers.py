@@ -526,6 +526,7 @@ class Ensemble:
             bad = {host: why for host, (_, why) in found.items() if why}
             if not bad:
                 chooser.done(ref)
+                self.sim.blows.read_s.append(self.sim.kernel.now_s)
                 best: tuple[Manifest, str] | None = next(iter(found.values()))[0]
                 return best or (None, "")
             if unfit := chooser.blame(ref, bad, self._refuted(each, ref, bad)):
