@@ -234,6 +234,10 @@ def twice(before: RankLife, after: RankLife) -> list[tuple[ObservedStep, Observe
 
 
 # ---- files, notices, the end ---------------------------------------------------------------------
+# calls by which scripts write files at their end
+WRITERS = ("save", "save_model", "save_pretrained", "save_checkpoint", "savefig", "to_csv", "dump")
+
+
 def files(case: Case) -> Iterator[Ruling]:
     """Judge whether files that the script writes are written by one rank."""
     promise = "one rank writes the script's files"
@@ -265,6 +269,9 @@ def files(case: Case) -> Iterator[Ruling]:
         name = PurePath(later.path).name
         what = f"not seen: it wrote no {name} {seen}; one worker did, later"
         yield Ruling(promise, NOTE, what, later.where, "arguments with which it writes sooner")
+    elif not by_path and (named := next(filter(case.source.mentions, WRITERS), "")):
+        what = f"not seen: it wrote none {seen}, and calls .{named}()"
+        yield Ruling(promise, NOTE, what, "", "arguments with which it writes sooner")
     elif not by_path:
         yield Ruling(promise, HOLDS, f"it wrote none {seen}")
 

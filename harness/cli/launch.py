@@ -70,7 +70,7 @@ from harness.controller.learning import RunEstimator
 from harness.controller.policies import uses_on_demand
 from harness.controller.recovery import recover
 from harness.controller.run_limits import RunSpec
-from harness.core.facts import RunAsked, WorkerFailed
+from harness.core.facts import AttemptEnded, RunAsked, WorkerFailed
 from harness.core.flags import flag, positional
 from harness.core.input_files import output_file
 from harness.core.world import BadInput, Fenced, HarnessError, World
@@ -501,7 +501,21 @@ def launch(flags: LaunchFlags) -> int:
     if isinstance(ended, int):
         return ended
     show_report(store, console, flags.html or html_path(url), flags.brief)
+    if flags.cloud == "local" and flags.market != "calm" and ended.outcome == "done":
+        _say_if_undisturbed(store, console)
     return say_how_it_ended(ended, store, console, url)
+
+
+def _say_if_undisturbed(store: ObjectStore, console: Console) -> None:
+    """Print that the run was over before its market took a node, if so."""
+    ends = [s.fact.end for s in read_facts(store) if isinstance(s.fact, AttemptEnded)]
+    if not {"drained", "preempted"} & {*ends}:
+        console.print(
+            "\nNo node was taken: the run was over before its market did so. Give it more steps to "
+            "see it survive one.",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _warn_of_lost_output(task: Task) -> None:

@@ -47,7 +47,7 @@ class CheckFlags:
     script_world: int = flag(
         3,
         "how many workers an unchanged script's batch is meant for, as `harness run "
-        "--script-world` takes it; 3 is shared out as 2 and 1",
+        "--script-world` takes it, one at least for each of check's two; 3 is split into 2 and 1",
         at_least=2,
     )
     cpu: bool = flag(False, "leave this machine's GPUs alone")

@@ -37,7 +37,7 @@ def money(usd: float) -> str:
 
 def batch_text(global_batch: int, micro_batch: int, first_ranks: int = 0) -> str:
     """Return a global batch and what it is made of: `global batch 64 = 8 per device × 4
-    accumulation × 2 ranks of the first world`. `first_ranks`: as in facts.SessionStarted."""
+    accumulation × 2 ranks (script world)`. `first_ranks`: as in facts.SessionStarted."""
     micros = global_batch // micro_batch if micro_batch else 0
     if not micros or micros * micro_batch != global_batch:
         return f"global batch {global_batch}"
@@ -45,7 +45,7 @@ def batch_text(global_batch: int, micro_batch: int, first_ranks: int = 0) -> str
         return f"global batch {global_batch} = {micros} × {micro_batch}"
     ranks = plural(first_ranks, "rank")
     each = f"{micro_batch} per device × {micros // first_ranks} accumulation"
-    return f"global batch {global_batch} = {each} × {ranks} of the first world"
+    return f"global batch {global_batch} = {each} × {ranks} (script world)"
 
 
 def nbytes(n: float) -> str:

@@ -1,5 +1,6 @@
 """`harness check`: what its rules conclude from made-up evidence, and what its eyes see."""
 
+import ast
 import copy
 import dataclasses
 import itertools
@@ -474,6 +475,11 @@ def test_no_file_is_told_with_how_far_it_was_looked(source):
     assert (of_files(judged(source)).state, of_files(judged(source)).what) == (
         HOLDS,
         "it wrote none in 3 steps of two workers",
+    )
+    saves = dataclasses.replace(source, tree=ast.parse("if done:\n    model.save_pretrained('out')"))
+    assert (of_files(judged(saves)).state, of_files(judged(saves)).what) == (
+        NOTE,
+        "not seen: it wrote none in 3 steps of two workers, and calls .save_pretrained()",
     )
     later = before(written=(FileWritten("epoch/m.pt", "train.py:30"),))
     ruling = of_files(judged(source, one(first=later)))

@@ -332,7 +332,7 @@ def test_without_a_terminal_it_is_plain_lines():
         "loss" in line and "spent $" in line and "simulated" in line
         for line in progress
     )
-    assert max(map(len, lines)) <= 80
+    assert max(map(len, progress)) <= 80
     stamps = [line[:8] for line in lines if not re.search(r"  step \d", line)]
     assert stamps == sorted(stamps), "events are told in the order of their times"
     resumed = [line for line in lines if "resumed from step" in line]

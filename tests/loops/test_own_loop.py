@@ -98,7 +98,7 @@ def test_it_goes_on_where_it_was_killed_in_another_world(alone, tmp_path):
 def test_the_first_world_decides_the_batch(tmp_path):
     env = {"HARNESS_SCRIPT_WORLD": ""}
     began = go(tmp_path / "run", 2, "--accumulation", 3, "--epochs", 1, env=env)
-    batch = "global batch 24 = 4 per device × 3 accumulation × 2 ranks of the first world"
+    batch = "global batch 24 = 4 per device × 3 accumulation × 2 ranks (script world)"
     assert began.output.count(batch) == 1
     store = open_store(str(tmp_path / "run"))
     (session,) = (s.fact for s in read_facts(store) if isinstance(s.fact, SessionStarted))

@@ -222,7 +222,8 @@ def _refused_before(state: RunState, attempt: int) -> str:
 # ---- numbers -------------------------------------------------------------------------------------
 about = whole_seconds  # live numbers are rounded to whole units
 STAMP = "12:34:56  "  # the width of the time before a line
-COLUMNS = 80  # of a line of plain output
+COLUMNS = 80  # of a line of numbers in plain output
+EVENT_COLUMNS = 400  # of an event, whose reason is worth more than the width: a pipe has none
 # numbers that a line of plain output shows first
 FIRST = ("no capacity", "loss", "left", "deadline", "tokens/s", "samples/s", "spent", "world")
 
@@ -553,7 +554,7 @@ class LiveView:
             self._say(plain(unread_text(self.state.unread)))
             self._unread_told = True
         for t, text in told:
-            self._say(f"{clock(t)[11:]}  {fitted(text, COLUMNS - len(STAMP))}")
+            self._say(f"{clock(t)[11:]}  {fitted(text, EVENT_COLUMNS)}")
         line = progress_line(self.state, now)
         if (
             not self._held  # what happened before is told first
