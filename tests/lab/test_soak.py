@@ -21,7 +21,7 @@ def life(rss=lambda t: 50 * MIB, files=lambda t: 9, threads=lambda t: 7, n=200):
     [
         {"rss": lambda t: (50 + t / 4) * MIB},
         {"files": lambda t: 9 + t // 10},
-        {"threads": lambda t: 7 + t // 20},
+        {"threads": lambda t: 7 + t // 10},
     ],
     ids=["memory", "files", "threads"],
 )

@@ -49,6 +49,7 @@ from harness.local.local_run import (
 )
 from harness.look.audit.audit import audit
 from harness.look.audit.audit_signatures import with_signatures
+from harness.rendezvous.rendezvous import READS
 from storage.snapshots.snapshots import Snapshots
 from storage.stores.store_urls import open_store
 
@@ -154,12 +155,13 @@ class SeatGrowth:
 
     @property
     def too_much(self) -> bool:
-        """A leak of one thing per fault would be far beyond this."""
+        """A leak of one thing per fault would be far beyond this. An agent's pool of readers grows
+        with the number of members that there ever were, up to `READS` threads."""
         a, b = self.before, self.after
         return (
             b.rss_nbytes > max(1.15 * a.rss_nbytes, a.rss_nbytes + (24 << 20))
             or b.open_files > a.open_files + 8
-            or b.threads > a.threads + 4
+            or b.threads > a.threads + READS
         )
 
 
