@@ -219,6 +219,9 @@ class Ensemble:
         if not stalled:
             self._stalled_s = None
             return False
+        if len(nodes) == 1 and all(w.node.alive and not w.stuck for w in ranks):
+            self._stalled_s = None  # all stand still with their machine: nobody waits for another
+            return True
         for worker in ranks:
             if worker.signs.sign is not None and not worker.stuck and self._stalled_s is None:
                 worker.tell(WorkerPhase.REDUCE, self.step)
