@@ -127,6 +127,7 @@ class EpochHistory:
     fruitless: Fruitless = field(default_factory=Fruitless)
     sessionless_told: bool = False  # it was said that the script has no session
     how_far_s: float | None = None  # when to say how far this node, which must leave, has come
+    unled: bool = False  # this node leaves since nobody leads the run
     isolated_told: int = -1  # the last generation at which it was said that nobody reaches us
     # changes of our member once our uploads are done, and when they are published anyway
     ready: dict[str, Any] = field(default_factory=dict)
@@ -190,7 +191,6 @@ class Agent:
         times_s = (v.grace_s, v.drain_lead_s, v.doubt_ahead_s, c.fitness.unfit_grace_s)
         self._node = AgentState(node_state.Rules(self.name, *times_s), now + node_state.WARM_S)
         self._stay, self._past, self._due = EpochTimes(), EpochHistory(left_s=now), Due(now)
-        self.unled = False  # this node leaves since nobody leads the run
 
     # ---- life ------------------------------------------------------------------------------------
     def execute(self) -> int:
@@ -203,6 +203,11 @@ class Agent:
         finally:
             self.close(code)
         return code
+
+    @property
+    def unled(self) -> bool:
+        """Return whether this node leaves, or left, since nobody leads the run."""
+        return self._past.unled
 
     def begin(self) -> None:
         c, host = self.config, self._host
@@ -415,7 +420,7 @@ class Agent:
         if self._node.leaving or not self._due.now("lease", now, self.config.timing.lease_s):
             return
         if why := self._run.unled(now):
-            self.unled = True
+            self._past.unled = True
             self._feed(node_state.Unled(why, self._run.bucketless))
 
     def _stop_order(self, now: float) -> str | None:
@@ -640,9 +645,7 @@ class Agent:
         end, evidence = self._judge(codes)
         failure, failure_step = evidence.signature if end in verdicts.BROKEN_OFF else "", 0
         if end in verdicts.BROKEN_OFF:
-            # without the bucket, the failure counts as one at step 0
-            with contextlib.suppress(StoreUnavailable):
-                failure_step = self._count(evidence, bool(failure))
+            failure_step = self._count(evidence, bool(failure))
         hangs = self._node.hangs
         worn_out = hangs >= self.config.fitness.hangs_allowed
         code = verdicts.agent_exit_code(end, bool(self._node.unfit), worn_out)
@@ -711,13 +714,15 @@ class Agent:
         return end, evidence
 
     def _count(self, evidence: verdicts.Evidence, failed: bool) -> int:
-        """Count a broken-off generation. Return the last step that was done before our failure; 0
-        if it was not ours. Raises StoreUnavailable."""
-        committed, lasted_s = self._run.committed(), self._host.monotonic() - self._stay.entered_s
-        fruitless = self._past.fruitless
-        self._past.fruitless = fruitless.broken_off(committed, evidence.attached, lasted_s)
-        steps = [sign.step for sign in self._workers.signs()]
-        return max([committed, *steps]) if failed else 0
+        """Count a broken-off generation, unless the bucket does not answer. Return the last step
+        that was done before our failure; 0 if it was not ours."""
+        lasted_s = self._host.monotonic() - self._stay.entered_s
+        step = max((sign.step for sign in self._workers.signs()), default=0)
+        with contextlib.suppress(StoreUnavailable):
+            committed, fruitless = self._run.committed(), self._past.fruitless
+            self._past.fruitless = fruitless.broken_off(committed, evidence.attached, lasted_s)
+            step = max(committed, step)
+        return step if failed else 0
 
     def _answer_for_run(self, epoch: Epoch) -> bool:
         """Ensure that the run's end is committed, since all our workers ended with status 0. If the

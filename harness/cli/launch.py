@@ -436,9 +436,8 @@ def launch(flags: LaunchFlags) -> int:
     """Lead a run until it is done: launch nodes, and replace lost ones."""
     tolerate_full_logs()
     console = Console()
-    nodes = node_range(flags.nodes)
     _check_skypilot(flags.cloud)
-    url = normalize(flags.run or _new_run(flags.task))
+    nodes, url = node_range(flags.nodes), normalize(flags.run or _new_run(flags.task))
     given = sky_task.pairs(flags.env, os.environ)
     envs = {**about_launch(flags, os.environ), **given, "RUN": url, **_unmanaged(flags)}
     told = receivers(flags.alert, flags.alert_rules)
@@ -501,13 +500,16 @@ def launch(flags: LaunchFlags) -> int:
     if isinstance(ended, int):
         return ended
     show_report(store, console, flags.html or html_path(url), flags.brief)
-    if flags.cloud == "local" and flags.market != "calm" and ended.outcome == "done":
-        _say_if_undisturbed(store, console)
+    _say_if_undisturbed(flags, ended, store, console)
     return say_how_it_ended(ended, store, console, url)
 
 
-def _say_if_undisturbed(store: ObjectStore, console: Console) -> None:
-    """Print that the run was over before its market took a node, if so."""
+def _say_if_undisturbed(
+    flags: LaunchFlags, outcome: RunOutcome, store: ObjectStore, console: Console
+) -> None:
+    """Print that a run of the local cloud was done before its market took a node, if so."""
+    if flags.cloud != "local" or flags.market == "calm" or outcome.outcome != "done":
+        return
     ends = [s.fact.end for s in read_facts(store) if isinstance(s.fact, AttemptEnded)]
     if not {"drained", "preempted"} & {*ends}:
         console.print(

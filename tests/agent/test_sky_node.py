@@ -19,7 +19,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         program = tmp_path / name
         program.write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/asked\n')
         program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path / "asked"
 
 
