@@ -13,9 +13,9 @@ One failed read is no proof: bytes are damaged in transit, in a cache, in the re
 and a store may answer 404 for a while. So damaged data is read again, seconds apart, over new
 connections and bypassing all caches. If it stays bad, the snapshot is at fault only if no other
 host can check it, or another host reports the same. A host that another one refutes, or that finds
-several snapshots bad and is alone in saying so of one of them, is at fault itself. A mark (`Snapshots.quarantine`) is taken back by whoever
-reads the whole snapshot. Without a person's permission a restore passes over one snapshot at most
-(`Rewind`).
+several snapshots bad and is alone in saying so of one of them, is at fault itself. A mark
+(`Snapshots.quarantine`) is taken back by whoever reads the whole snapshot. Without a person's
+permission a restore passes over one snapshot at most (`Rewind`).
 
 Errors:
     Rewind             continuing would repeat committed steps; a person must allow it
