@@ -58,8 +58,8 @@ def test_what_once_broke_a_rule_holds(seed: str) -> None:
     for which a commit was taken back (72000257), or one that lacked the end, when the script had
     ended (72000019); a node whose bucket was slow, taken for one that had left what it had not
     entered yet (76000028); failures of a script while the bucket was silent, which all counted as
-    failures at step 0 (82002278). And by rules that took a fault to be over while it was not: the longer
-    of two pauses of uploads, which struck together (61000695); that of a node that nothing reached
+    failures at step 0 (82002278). And by rules that took a fault to be over while it was not: the
+    longer of two pauses of uploads, which struck together (61000695); that of a node that nothing reached
     for 125 s, and which trained on alone meanwhile (62300364); and by one that knew of no hangs:
     workers that hung three times on each of two nodes, at one step (63700320). And by a publisher
     that was simulated without the bound of its agent's last words (72000252)."""

@@ -66,8 +66,9 @@ ENDED_WITHIN_S = LEASE_S + 120.0  # of its last look at its bucket: the looks, a
 DECIDED_WITHIN_S = 5.0  # of the fact that a node is gone, while the controller is there
 
 
-WHOLE = ("begin", "notice", "losses", "seats", "back", "stop", "resume", "check", "budget", "vanish")
 SHORT = ("begin", "losses", "stop", "check")
+LONG = ("begin", "notice", "losses", "seats", "back", "stop", "resume", "check")
+WHOLE = (*LONG, "budget", "vanish")  # the last two are runs of their own
 
 
 class Scene:

@@ -46,9 +46,10 @@ def in_lab(
     # stands on the local disk. Their GPUs are names only. Training must not starve the controller
     # and the API server, which are elsewhere in real life.
     kind = "umask 0\nexport CUDA_VISIBLE_DEVICES=\nrenice -n 10 -p $$ > /dev/null"
+    run = task["run"].replace("harness run ", f"harness run {flags} ")
     task["run"] = (
         f"{kind}\n{first}\n[ ! -f {code.parent}/local/metadata ] || . "
-        f"{code.parent}/local/metadata\n{task['run'].replace('harness run ', f'harness run {flags} ')}"
+        f"{code.parent}/local/metadata\n{run}"
     )
     into.write_text(yaml.safe_dump(task, sort_keys=False))
     return into
