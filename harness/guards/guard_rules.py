@@ -38,7 +38,8 @@ SETTINGS = "settings"  # in the state: what was in force, for a replay
 @dataclass(frozen=True)
 class Guards:
     """The settings of the guards; 0 switches a bound off. `skip`: whether the scheduler steps with
-    a skipped update ("advance") or not ("hold"); `spike`: the action for a spike of the loss."""
+    a skipped update ("advance") or not ("hold"); `spike`: the action for a spike of the loss:
+    "alert", "rewind" (rewind.py) or "off"."""
 
     clip_sigmas: float = 4.0  # deviations above the mean norm
     clip_least: float = 1.0  # a norm below this is never clipped
@@ -51,6 +52,9 @@ class Guards:
     spike: str = ALERT
     spike_deviations: float = 10.0  # median absolute deviations above the median loss, and
     spike_share: float = 0.5  # at least this share of the median above it
+    rewind_steps: int = 8  # steps whose updates a rewind leaves out; the last is that of the spike
+    most_rewinds: int = 3  # with one more the run stops
+    rewarm_steps: int = 0  # after a rewind, the learning rate rises to its value in so many steps
 
     def __post_init__(self) -> None:
         """Check all settings. Raises BadInput."""
@@ -58,18 +62,13 @@ class Guards:
             _check(one.name, getattr(self, one.name), type(one.default))
         if self.skip not in (ADVANCE, HOLD):
             raise BadInput(f"guards: skip={self.skip!r}: wanted {ADVANCE} or {HOLD}")
-        if self.spike == REWIND:
-            raise BadInput(
-                f"guards: spike={REWIND}: this is not built yet; wanted {ALERT}, and `harness data "
-                "exclude` for what the alert names"
-            )
-        if self.spike not in (ALERT, OFF):
-            raise BadInput(f"guards: spike={self.spike!r}: wanted {ALERT} or {OFF}")
+        if self.spike not in (ALERT, OFF, REWIND):
+            raise BadInput(f"guards: spike={self.spike!r}: wanted {ALERT}, {REWIND} or {OFF}")
         if self.warm_up < 2:
             raise BadInput(f"guards: warm_up={self.warm_up}: wanted at least 2 steps")
 
 
-LEAST = {"window": 2, "bad_window": 1}
+LEAST = {"window": 2, "bad_window": 1, "rewind_steps": 1}
 MOST_STEPS = 100_000
 
 
@@ -137,12 +136,13 @@ def _built(settings: object, where: str) -> Guards:
 class StepFinding:
     """The judgement of a step. `skip`: why the optimizer must not step; "": it may. `most_norm`:
     clip to this norm; None: there is no bound yet. `spike`: (loss, usual loss) if a spike of the
-    loss begins with this step. `bad`: skipped updates in the window, if they are too many, else
-    0."""
+    loss begins with this step; `spikes`: it spikes in this step, which may not be the first. `bad`:
+    skipped updates in the window, if they are too many, else 0."""
 
     skip: str = ""
     most_norm: float | None = None
     spike: tuple[float, float] | None = None
+    spikes: bool = False
     bad: int = 0
     in_gradients: bool = False  # the losses are finite, the norm is not
 
@@ -181,7 +181,7 @@ class StepRules:
         self.losses.append(loss)
         self.clipped += most is not None and norm > most
         self.norms.append(norm if most is None else min(norm, most))
-        return StepFinding(most_norm=most, spike=spike)
+        return StepFinding(most_norm=most, spike=spike, spikes=self.spiking)
 
     def watches(self, step: int) -> bool:
         """Return whether the gradients of each micro-batch should be looked at in this step: a norm
@@ -196,7 +196,7 @@ class StepRules:
         if in_gradients:
             self.blind = step
         bad = len(self.bad) if len(self.bad) > self.guards.most_bad else 0
-        return StepFinding(why, None, spike, bad, in_gradients)
+        return StepFinding(why, None, spike, self.spiking, bad, in_gradients)
 
     @property
     def _is_warm(self) -> bool:

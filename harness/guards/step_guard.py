@@ -13,8 +13,10 @@ the next one is then known, and with it whose fault it is that a run stops.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,8 +26,10 @@ import torch.distributed as dist
 from harness.core.batch import indices_at
 from harness.core.facts import LOSS_SPIKE, GuardTripped, StepSkipped
 from harness.core.world import BadInput
-from harness.guards.guard_rules import HOLD, Guards, StepFinding, StepRules, guards_of
+from harness.guards.guard_rules import HOLD, REWIND, Guards, StepFinding, StepRules, guards_of
+from harness.guards.rewind import Rewinds
 from harness.worker.gradients.parallel import Replicated, Sharded, Single
+from harness.worker.gradients.sharding import fsdp_groups
 from harness.worker.training_state import PASSED, Judged, StepHooks, Training
 
 if TYPE_CHECKING:
@@ -38,10 +42,12 @@ MOST_NAMED = 8  # micro-batches, and samples of each, in one line
 class GradientWatch:
     """A look at the gradients of each micro-batch, where autograd has made them."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor]):
-        self._parameters = parameters
+    def __init__(self, gradients_of: Callable[[], Sequence[torch.Tensor]], device: torch.device):
+        """`gradients_of`: returns the tensors that autograd makes gradients for on this rank, as
+        far as they exist."""
+        self._gradients_of, self._device = gradients_of, device
         self._hooks: list[Any] = []
-        self._micro = 0
+        self._micro, self._counts = 0, True
         self._bad: dict[int, torch.Tensor] = {}  # by micro-batch of this rank: 0-d, bool
 
     @property
@@ -51,7 +57,10 @@ class GradientWatch:
     def turn(self, on: bool) -> None:
         """Begin to look, or end it."""
         if on and not self._hooks:
-            self._hooks = [p.register_hook(self._look) for p in self._parameters]  # type: ignore[no-untyped-call]
+            self._hooks = [
+                p.register_hook(self._look)  # type: ignore[no-untyped-call]
+                for p in self._gradients_of()
+            ]
         elif not on:
             while self._hooks:
                 self._hooks.pop().remove()
@@ -59,9 +68,11 @@ class GradientWatch:
 
     def take_up(self, micro: int, counts: bool, more: bool) -> None:
         """Attribute the next gradients to this micro-batch; see `StepHooks.before_micro`."""
-        self._micro = micro
+        self._micro, self._counts = micro, counts
 
     def _look(self, grad: torch.Tensor) -> None:
+        if not self._counts:
+            return
         values = grad.coalesce().values() if grad.is_sparse else grad
         bad = ~torch.isfinite(values).all()
         self._bad[self._micro] = bad | self._bad.get(self._micro, bad)
@@ -69,13 +80,25 @@ class GradientWatch:
     def found(self, micro_batches: int, alone: bool) -> list[int]:
         """Return the micro-batches of all ranks with a gradient that was not finite, on all ranks
         together."""
-        device = self._parameters[0].device
-        every = torch.zeros(micro_batches, dtype=torch.int64, device=device)
+        every = torch.zeros(micro_batches, dtype=torch.int64, device=self._device)
         for micro, bad in self._bad.items():
             every[micro] = bad
         if not alone:
             dist.all_reduce(every)
         return [micro for micro, bad in enumerate(every.tolist()) if bad]
+
+
+def _whole_parameters(training: Training) -> list[torch.Tensor]:
+    """Return the parameters that forwards use here; FSDP2 makes its own in the first one."""
+    assert training.model is not None
+    if not isinstance(training.strategy, Sharded):
+        return [p for p in training.model.parameters() if p.requires_grad]
+    gathered = (
+        getattr(one, "_unsharded_param", None)
+        for group in fsdp_groups(training.model)
+        for one in group.fsdp_params
+    )
+    return [p for p in gathered if p is not None and p.requires_grad]
 
 
 @dataclass(frozen=True)
@@ -118,16 +141,17 @@ def _samples(work: Work, sums: Sums, micro: int) -> str:
 class StepGuard:
     """The guards of one session; see the module. Their state is a part of each snapshot."""
 
-    def __init__(self, guards: Guards):
-        self.guards = guards
-        self._rules = StepRules(guards)
-        self._watch: GradientWatch | None = None  # None: gradients are not whole on a rank
+    def __init__(self, guards: Guards, leave: Callable[[], None]):
+        self.guards, self._leave = guards, leave
+        self._rules, self._rewinds = StepRules(guards), Rewinds(guards)
+        self._watch: GradientWatch | None = None
 
     @classmethod
-    def of(cls, asked: object) -> StepGuard | None:
-        """Return the guards that `guards_of` finds. Raises BadInput."""
+    def of(cls, asked: object, leave: Callable[[], None]) -> StepGuard | None:
+        """Return the guards that `guards_of` finds. `leave`: ends this generation on all ranks, for
+        another one to go on from an older snapshot (SystemExit). Raises BadInput."""
         guards = guards_of(asked)
-        return None if guards is None else cls(guards)
+        return None if guards is None else cls(guards, leave)
 
     def hooked(self, hooks: StepHooks, training: Training) -> StepHooks:
         """Return the hooks with those of the guards. Raises BadInput for what they cannot guard."""
@@ -139,9 +163,10 @@ class StepGuard:
                 f"guards are not built for the strategy {getattr(strategy, 'name', strategy)!r}, "
                 "as it may keep gradients elsewhere than in p.grad; leave out guards="
             )
-        if isinstance(strategy, Sharded):
-            return replace(hooks, judge=self.judge)
-        self._watch = GradientWatch(strategy.parameters)
+        self._rewinds.rewarm(training.optimizers)
+        assert training.model is not None
+        first = next(training.model.parameters())
+        self._watch = GradientWatch(partial(_whole_parameters, training), first.device)
         return replace(
             hooks, judge=self.judge, before_micro=(*hooks.before_micro, self._watch.take_up)
         )
@@ -154,11 +179,16 @@ class StepGuard:
         if not weight and total == 0.0:
             return PASSED  # the script has skipped all of it
         loss = total / weight if weight else math.nan
+        if why := self._rewinds.why_left_out(work, number):
+            return self._left_out(work, why, (loss, norm))
         found = self._rules.judge(number, loss, norm, work.training.scaler is not None)
         if found.spike is not None:
             work.run.fact(GuardTripped(number, work.run.epoch, LOSS_SPIKE, loss))
             usual = f"step {number}: the loss is {loss:.4g}, {found.spike[1]:.4g} is usual"
             work.peers.print(f"harness: {usual}")
+        if found.spikes and not found.skip and self.guards.spike == REWIND:
+            self._rewinds.order(work, number, loss, median(self._rules.losses))
+            self._leave()
         if found.skip:
             self._skip(work, sums, found, (loss, norm))
         if self._watch is not None:
@@ -168,6 +198,14 @@ class StepGuard:
         return Judged(
             found.skip, bool(found.skip) and self.guards.skip == HOLD, most if clips else None
         )
+
+    def _left_out(self, work: Work, why: str, numbers: tuple[float, float]) -> Judged:
+        """Skip an update that a rewind leaves out: the rules neither judge nor remember it."""
+        number = work.run.step + 1
+        self._rules.skipped += 1
+        work.run.fact(StepSkipped(number, work.run.epoch, why, *numbers, (), (), ""))
+        work.peers.print(f"harness: step {number} is {why}")
+        return Judged(why, self.guards.skip == HOLD)
 
     def _skip(
         self, work: Work, sums: Sums, found: StepFinding, numbers: tuple[float, float]

@@ -33,6 +33,7 @@ from harness.core.world import BadInput, HarnessError
 from storage.canonical_json import BadObject
 from storage.errors import NotFound
 from storage.snapshots.manifest import PARTS, Manifest
+from storage.snapshots.restore import ALLOWED
 from storage.snapshots.snapshot_keys import MANIFESTS
 from storage.snapshots.snapshots import Snapshots
 from storage.stores.objects import ObjectStore
@@ -132,7 +133,9 @@ def _mesh_of(store: ObjectStore, epoch: int) -> str:
 
 def _copy(store: ObjectStore, copy: ObjectStore, manifest: Manifest) -> None:
     lists = store.list(f"{PARTS}{manifest.ref.name}/list-")
-    for key in (IDENTITY, *manifest.objects, *lists, f"{MANIFESTS}{manifest.ref.name}.json"):
+    orders = store.list(ALLOWED)  # updates that a rewind left out are left out again
+    named = (*lists, *orders, f"{MANIFESTS}{manifest.ref.name}.json")
+    for key in (IDENTITY, *manifest.objects, *named):
         copy.put(key, store.get(key))
 
 

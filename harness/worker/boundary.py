@@ -13,6 +13,7 @@ alike.
     any        VoteResult see `asked`: answer, snapshot, land; leave with a code    OVER if it left
     any        ScriptLeft land; leave with a code                                   OVER
     any        HostsUnfit leave: this host for good, the others to form a world without it   OVER
+    any        Rewound    leave, to go on from an older snapshot                    OVER
     any        Overfull   leave, for a smaller world; refuse if there is none, or no agent  OVER
     any        Reached    save the end, record that it ended if no agent waits      COMPLETE
     OVER       Finished   -                                                         OVER
@@ -143,8 +144,22 @@ class Overfull:
     what: str
 
 
+@dataclass(frozen=True)
+class Rewound:
+    """Event: the guards have ordered to go on from an older snapshot."""
+
+
 SessionEvent = (
-    Begun | Looped | VoteResult | Reached | Finished | Ended | ScriptLeft | HostsUnfit | Overfull
+    Begun
+    | Looped
+    | VoteResult
+    | Reached
+    | Finished
+    | Ended
+    | ScriptLeft
+    | HostsUnfit
+    | Overfull
+    | Rewound
 )
 
 
@@ -208,6 +223,8 @@ def next_turn(state: SessionState, event: SessionEvent, seen: BoundaryInputs) ->
     if isinstance(event, HostsUnfit):
         leave = Leave("unfit", UNFIT) if event.mine else Leave("resize", RESIZE)
         return Transition(enter(state, Phase.OVER), after=(leave,))
+    if isinstance(event, Rewound):
+        return Transition(enter(state, Phase.OVER), after=(Leave("rewind", RESIZE),))
     if isinstance(event, Overfull):
         if not (event.smaller and state.by_script):
             return Transition(state, (Refuse(event.what),))

@@ -206,7 +206,12 @@ class Session:
         """Return the guards that somebody asked for, or None. Raises BadInput."""
         if asked is None or asked in ("", "off"):
             return None
-        return extensions.load(extensions.GUARD, "guards=").of(asked)  # type: ignore[no-any-return]
+        made = extensions.load(extensions.GUARD, "guards=").of
+        return made(asked, self._go_back)  # type: ignore[no-any-return]
+
+    def _go_back(self) -> None:
+        """Leave, to go on from an older snapshot, as the guards have ordered. Raises SystemExit."""
+        self._hands.turn(boundary.Rewound())
 
     # ---- properties for the script ---------------------------------------------------------------
     @property

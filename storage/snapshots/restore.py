@@ -27,16 +27,16 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from storage.canonical_json import canonical
+from storage.canonical_json import BadObject, canonical, parsed, whole
 from storage.errors import NotFound, StoreError, StoreUnavailable
 from storage.snapshots.manifest import Ref, SnapshotCorrupt
 from storage.snapshots.snapshot_keys import host_word, manifest_key
-from storage.snapshots.snapshots import Snapshots
+from storage.snapshots.snapshots import MOST_NBYTES, Snapshots
 from storage.stores.objects import ObjectStore
 
 T = TypeVar("T")
@@ -48,7 +48,8 @@ FALLBACKS = 1  # snapshots that a restore passes over without a person's permiss
 # (two may be under way)
 OUTRANKED = 3
 NOTHING = Ref(-1, -1)  # less than any ref
-# + generation: from this one on a person allowed to leave the snapshots of older ones behind
+# + generation: from this one on a person allowed to leave the snapshots of older ones behind, or
+# guards have left some behind (`RewindOrder`)
 ALLOWED = "control/rewind-"
 ALLOW = (
     "allow it: HARNESS_ALLOW_REWIND=1 (harness run --set allow_rewind=true; harness launch --env "
@@ -167,6 +168,8 @@ class Restore:
         Raises Rewind, StoreUnavailable.
         """
         committed, doomed, since = self._committed()
+        if since:
+            committed -= left_behind(committed, rewinds(self.snapshots.store))
         marked = self.snapshots.quarantined() | self._passed.keys()
         usable = committed - marked
         newest = self.newest_of(usable)
@@ -296,9 +299,7 @@ class Restore:
             return
         if self.allow_rewind:
             step = newest.step if newest else 0
-            self.snapshots.store.create(
-                f"{ALLOWED}{self.epoch:06d}.json", canonical({"step": step, "was": reached})
-            )
+            order_rewind(self.snapshots.store, RewindOrder(self.epoch, step, reached))
             self._tell(
                 newest or Ref(self.epoch, 0),
                 f"a person allowed to go on from step {step}, behind {reached}: {problem}",
@@ -434,8 +435,62 @@ def this_machine() -> str:
     return socket.gethostname()
 
 
+@dataclass(frozen=True)
+class RewindOrder:
+    """Leave for generations from `epoch` on to do again what comes after `step`, though `was` was
+    committed. `why`: why guards ordered it; then snapshots of older generations beyond `step` are
+    passed over, and the updates of steps `first` to `last` are left out. "": a person allowed it.
+    """
+
+    epoch: int
+    step: int
+    was: int
+    why: str = ""
+    first: int = 0
+    last: int = 0
+
+    def leaves(self, ref: Ref) -> bool:
+        """Return whether this snapshot is one that is passed over."""
+        return bool(self.why) and ref.epoch < self.epoch and ref.step > self.step
+
+
+def order_rewind(store: ObjectStore, order: RewindOrder) -> bool:
+    """Give this leave; False: another was given for this generation. Raises StoreError."""
+    body = asdict(order)
+    del body["epoch"]
+    return store.create(f"{ALLOWED}{order.epoch:06d}.json", canonical(body))
+
+
+def rewinds(store: ObjectStore) -> list[RewindOrder]:
+    """Return every leave that was given, oldest first. Raises Rewind for one that cannot be read,
+    StoreError."""
+    found = []
+    for key in sorted(store.list(ALLOWED)):
+        if (named := re.fullmatch(re.escape(ALLOWED) + r"(\d+)\.json", key)) is None:
+            continue
+        try:
+            body = dict(parsed(store.get(key), most_nbytes=MOST_NBYTES))
+            why = str(body.pop("why", ""))
+            found.append(
+                RewindOrder(int(named[1]), why=why, **{k: whole(v, 0) for k, v in body.items()})
+            )
+        except (BadObject, TypeError, ValueError) as e:
+            raise Rewind(
+                f"{store.url}/{key}: wanted the leave to go back to an older snapshot, found {e}; "
+                "it was changed by hand: restore it"
+            ) from e
+        except NotFound as e:
+            raise StoreUnavailable(f"{store.url}/{key} is listed, and not found") from e
+    return found
+
+
+def left_behind(refs: Iterable[Ref], orders: Sequence[RewindOrder]) -> set[Ref]:
+    """Return the snapshots that guards have left behind."""
+    return {ref for ref in refs if any(order.leaves(ref) for order in orders)}
+
+
 def rewind_allowed(store: ObjectStore) -> int:
-    """Return the last generation from which on a person allowed to leave older ones behind; 0:
+    """Return the last generation from which on a person or guards left older ones behind; 0:
     none."""
     found = [re.fullmatch(re.escape(ALLOWED) + r"(\d+)\.json", key) for key in store.list(ALLOWED)]
     return max((int(one[1]) for one in found if one), default=0)

@@ -47,6 +47,9 @@ p.add_argument("--poisoned", type=numbers, default=set(), help="samples that are
 p.add_argument("--nan", type=numbers, default=set(), help="samples whose loss is NaN")
 p.add_argument("--inf", type=numbers, default=set(), help="samples with an infinite gradient")
 p.add_argument("--spike", type=numbers, default=set(), help="steps whose loss is 50 times as large")
+p.add_argument("--leave-out", type=numbers, default=set(), help="steps without an update")
+p.add_argument("--rewarm", type=lambda text: [*map(int, text.split(","))], default=[0, 0],
+               help="LAST,STEPS: the learning rate rises for so many steps after the last")
 p.add_argument("--nan-from", type=int, default=1 << 30, help="every loss is NaN from this step on")
 p.add_argument("--norm", action="store_true", help="with BatchNorm")
 p.add_argument("--own-step", action="store_true", help="the script steps its optimizer itself")
@@ -70,6 +73,22 @@ def loss_of(model, batch, number):
 
 
 def update(step):
+    if step.number in a.leave_out:
+        step.sync()
+        optimizer.zero_grad()
+        scheduler.step()
+        step.done()
+        return
+    last, steps = a.rewarm
+    if last < step.number <= last + steps:
+        step.sync()
+        group = optimizer.param_groups[0]
+        kept, group["lr"] = group["lr"], group["lr"] * ((step.number - last) / (steps + 1))
+        optimizer.step()
+        group["lr"] = kept
+        scheduler.step()
+        step.done()
+        return
     if not a.own_step:
         step.update(clip_norm=a.clip)
         return

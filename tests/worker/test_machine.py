@@ -23,6 +23,7 @@ from harness.worker.boundary import (
     Phase,
     Reached,
     Refuse,
+    Rewound,
     SessionState,
     Snapshot,
     Transition,
@@ -51,6 +52,7 @@ EVENTS = [
     Ended(),
     HostsUnfit(True),
     HostsUnfit(False),
+    Rewound(),
     *(VoteResult(want) for want in Want),
 ]
 
@@ -157,7 +159,7 @@ def test_the_table(state, event, seen, wanted):
 
 
 def test_the_table_has_a_row_for_every_phase_and_event():
-    assert {type(event) for event in EVENTS} == {*TABLE, VoteResult, HostsUnfit}
+    assert {type(event) for event in EVENTS} == {*TABLE, VoteResult, HostsUnfit, Rewound}
     for rows in TABLE.values():
         assert None in rows or {*Phase} <= {*rows}
 
@@ -302,7 +304,7 @@ def test_what_holds_in_every_turn():
         leaves = [act for act in acts if isinstance(act, Leave)]
         if leaves:  # it is the last thing, and what was trained is committed
             assert acts[-1:] == tuple(leaves) and done.state.phase is Phase.OVER
-            if not isinstance(event, HostsUnfit):
+            if not isinstance(event, HostsUnfit | Rewound):  # what it trained last was bad
                 assert BoundaryAction.LAND in done.first or seen.saved_step == seen.step
         if done.state.phase is Phase.COMPLETE and state.phase is not Phase.COMPLETE:
             assert BoundaryAction.LAND in done.first or seen.saved_step == seen.step
