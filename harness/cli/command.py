@@ -93,6 +93,7 @@ COMMANDS = {
     "runs note": ("run_record", "NoteFlags", "note"),
     "runs reproduce": ("run_record", "ReproduceFlags", "reproduce"),
     "runs replay": ("prove", "ReplayFlags", "replay"),
+    "runs bisect": ("prove", "BisectFlags", "bisect"),
     "runs alerts": ("alerts_command", "AlertsFlags", "alerts"),
     "runs sync": ("publish", "SyncFlags", "sync"),
     "runs dashboards": ("publish", "DashboardsFlags", "dashboards"),

@@ -502,17 +502,31 @@ def show(flags: ShowFlags) -> int:
                 raise BadInput(f"--item {item}: wanted 0 to {len(dataset) - 1}")
             _print_item(dataset, item, f"item {item}", console)
     if flags.step:
-        data, batching = read_by(existing_store(flags.run), flags.urls, flags.source)
         for step in flags.step:
-            for one in samples_of(data, batching, step):
-                what = f"step {step}, micro-batch {one.micro}, position {one.position}"
-                what += f", item {one.sample}"
-                what += f": item {one.item} of {one.source}" if one.source else ""
-                _print_item(one.dataset, one.item, what, console)
+            print_step(existing_store(flags.run), flags.urls, step, console, flags.source)
     if not flags.item and not flags.step:
         print_card(card, normalize(url), console)
         _print_list(store, card, console)
     return DONE
+
+
+def print_step(
+    run: ObjectStore,
+    urls: Sequence[str],
+    step: int,
+    console: Console,
+    source: str = "",
+    only: Sequence[int] = (),
+) -> None:
+    """Print the samples of a step of a run. `urls`: its data; `only`: these micro-batches. Raises
+    BadInput."""
+    data, batching = read_by(run, urls, source)
+    for one in samples_of(data, batching, step):
+        if only and one.micro not in only:
+            continue
+        what = f"step {step}, micro-batch {one.micro}, position {one.position}, item {one.sample}"
+        what += f": item {one.item} of {one.source}" if one.source else ""
+        _print_item(one.dataset, one.item, what, console)
 
 
 def _print_item(dataset: Tokens | Records, item: int, what: str, console: Console) -> None:

@@ -27,6 +27,8 @@ from harness.core.flags import flag, positional
 from harness.core.input_files import output_folder
 from harness.core.signing import VARIABLE, key_of
 from harness.core.world import BadInput
+from harness.lab.bisect import bisect as find_first_bad
+from harness.lab.bisect import print_bisection
 from harness.lab.replay import print_replay
 from harness.lab.replay import replay as execute
 from storage.canonical_json import BadObject
@@ -180,6 +182,44 @@ def replay(flags: ReplayFlags) -> int:
             ),
             Console(),
         )
+
+
+@dataclass(frozen=True)
+class BisectFlags:
+    url: str = positional("URL of the run")
+    script: tuple[str, ...] = positional(
+        "-- script.py and its arguments, as the run was trained", nargs="*"
+    )
+    step: int = flag(
+        0, "the step in question; default: the newest that a guard has named", metavar="K"
+    )
+    nodes: int = flag(1, "how many workers", at_least=1)
+    data: tuple[str, ...] = flag(
+        (), "the corpus that it reads: print the documents of what is bad", metavar="URL"
+    )
+    timeout_s: float = flag(3600.0, "the longest that it may take", above=0)
+
+
+def bisect(flags: BisectFlags) -> int:
+    """Repeat the steps before a failure; name the first bad one, its micro-batch and samples.
+
+    One worker is enough for what many have trained. Exit status 1 if no step is bad."""
+    if not flags.script:
+        raise BadInput(
+            "no script: write `harness runs bisect URL -- train.py --its-flags`, as the run was "
+            "trained"
+        )
+    store, console = existing_store(flags.url), Console()
+    with tempfile.TemporaryDirectory(prefix="harness-bisect-") as scratch:
+        found = find_first_bad(
+            store, Path(scratch), flags.step, flags.nodes, flags.script, flags.timeout_s
+        )
+    code = print_bisection(found, console, flags.url)
+    if flags.data and found.micros:
+        from harness.cli.corpus_command import print_step
+
+        print_step(store, flags.data, found.line.step, console, only=found.micros)
+    return code
 
 
 # ---- a cloud ----------------------------------------------------------------------------------

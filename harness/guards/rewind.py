@@ -24,7 +24,7 @@ from storage.snapshots.snapshots import Snapshots
 if TYPE_CHECKING:
     from harness.worker.step import Work
 
-WENT_BACK = "went back to step"  # of GuardTripped
+WENT_BACK = "went back to step"  # of GuardTripped, with the number
 
 
 def snapshot_before(snapshots: Snapshots, step: int, orders: Sequence[RewindOrder]) -> int:
@@ -93,7 +93,7 @@ class Rewinds:
             return made
 
         made: RewindOrder = work.peers.agree(written)
-        run.fact(GuardTripped(number, run.epoch, WENT_BACK, made.step))
+        run.fact(GuardTripped(number, run.epoch, f"{WENT_BACK} {made.step}", loss))
         work.peers.print(
             f"harness: {spike}: going back to step {made.step}; the updates of steps {made.first} "
             f"to {made.last} will be left out"

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,26 +89,13 @@ def replay(
     last = min(start + steps, newest.step)
     if last <= start:
         raise BadInput(f"the run has no steps after {start}; choose an earlier --from")
-    told = os.environ.get("HARNESS_REPLICA_RANKS", "")
-    replica_ranks = int(told) if told.isdecimal() else original[start + 1].replica_ranks
-    replicas_of(world, replica_ranks)
-    mesh = os.environ.get("HARNESS_MESH") or _mesh_of(store, original[start + 1].epoch)
-    if mesh:
-        parse_choice(mesh).of_world(world)
+    manifest = source.load(found[start])
+    after = original[start + 1]
+    extra = environment_of(store, manifest, (after.epoch, after.replica_ranks), identity, world)
+    extra["HARNESS_UNTIL_STEP"] = str(last)
     copy = open_store(str(scratch))
-    _copy(store, copy, source.load(found[start]))
-    extra = {
-        "HARNESS_EPOCH": str(found[start].epoch + 1),
-        "HARNESS_UNTIL_STEP": str(last),
-        "HARNESS_REPLICA_RANKS": str(replica_ranks),
-        "HARNESS_MESH": mesh,
-    }
-    if (guards := source.load(found[start]).data["state"].get("guards")) is not None:
-        extra["HARNESS_GUARDS"] = json.dumps(guards["settings"])
-    if rec.is_foreign(identity):  # a foreign trainer made the steps, and has to make them again
-        extra["HARNESS_ADAPT"] = str(identity["adapter"])
-        extra["HARNESS_ATTACH"] = json.dumps({"reduce": identity["reduce"]})
-    _execute(scratch, extra, world, argv, timeout_s)
+    copy_snapshot(store, copy, manifest, store.list(ALLOWED))
+    execute(scratch, extra, world, argv, timeout_s)
     again = Snapshots(copy).latest()
     replayed = [r for key in copy.list(SAMPLES) for r in rec.decode(copy.get(key), key)]
     if again is None or [r.step for r in replayed] != list(range(start + 1, last + 1)):
@@ -131,17 +118,55 @@ def _mesh_of(store: ObjectStore, epoch: int) -> str:
         return ""
 
 
-def _copy(store: ObjectStore, copy: ObjectStore, manifest: Manifest) -> None:
-    lists = store.list(f"{PARTS}{manifest.ref.name}/list-")
-    orders = store.list(ALLOWED)  # updates that a rewind left out are left out again
-    named = (*lists, *orders, f"{MANIFESTS}{manifest.ref.name}.json")
-    for key in (IDENTITY, *manifest.objects, *named):
+def environment_of(
+    store: ObjectStore,
+    manifest: Manifest | None,
+    first: tuple[int, int],
+    identity: Mapping[str, Any],
+    world: int,
+) -> dict[str, str]:
+    """Return the variables for `world` workers that go on from a snapshot, or begin (None).
+    `first`: the generation that did the steps after it in the run, and its ranks per replica.
+    Raises BadInput if so many workers make no whole replicas."""
+    epoch, replica_ranks = first
+    told = os.environ.get("HARNESS_REPLICA_RANKS", "")
+    replica_ranks = int(told) if told.isdecimal() else replica_ranks
+    replicas_of(world, replica_ranks)
+    mesh = os.environ.get("HARNESS_MESH") or _mesh_of(store, epoch)
+    if mesh:
+        parse_choice(mesh).of_world(world)
+    extra = {
+        "HARNESS_EPOCH": str(manifest.epoch + 1 if manifest else 1),
+        "HARNESS_REPLICA_RANKS": str(replica_ranks),
+        "HARNESS_MESH": mesh,
+    }
+    state = manifest.data["state"] if manifest else {}
+    if (guards := state.get("guards")) is not None:
+        extra["HARNESS_GUARDS"] = json.dumps(guards["settings"])
+    if rec.is_foreign(identity):  # a foreign trainer made the steps, and has to make them again
+        extra["HARNESS_ADAPT"] = str(identity["adapter"])
+        extra["HARNESS_ATTACH"] = json.dumps({"reduce": identity["reduce"]})
+    return extra
+
+
+def copy_snapshot(
+    store: ObjectStore, copy: ObjectStore, manifest: Manifest | None, orders: Iterable[str]
+) -> None:
+    """Copy a snapshot, if there is one, and the run's identity. `orders`: keys of rewinds, whose
+    updates are left out again."""
+    keys = [IDENTITY, *orders]
+    if manifest is not None:
+        keys += [*manifest.objects, *store.list(f"{PARTS}{manifest.ref.name}/list-")]
+        keys.append(f"{MANIFESTS}{manifest.ref.name}.json")
+    for key in keys:
         copy.put(key, store.get(key))
 
 
-def _execute(
+def execute(
     scratch: Path, extra: dict[str, str], world: int, argv: Sequence[str], timeout_s: float
 ) -> None:
+    """Run a script's `world` workers, to their end. Raises HarnessError with the end of the log of
+    one that failed."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -262,4 +287,4 @@ def print_replay(found: Replay, console: Console) -> int:
     return 0 if found.identical else 1
 
 
-__all__ = ["Replay", "print_replay", "replay"]
+__all__ = ["Replay", "copy_snapshot", "environment_of", "execute", "print_replay", "replay"]

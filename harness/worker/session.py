@@ -180,6 +180,7 @@ class Session:
         last_seen = NewestCommitted(seen_path, joined.url, writes=peers.local_rank == 0)
         training, rates = Training(peers, reduce), Rates(peers.device, o.peak_flops)
         nodes = max(1, int(environ.get("GROUP_WORLD_SIZE", 1)))
+        self._step_lines = environ.get("HARNESS_STEP_LINES", "")  # `harness runs bisect`
         training.guard = self._guard(environ.get(GUARDS) if o.guards is None else o.guards)
         losses = RunLosses(environ.get("HARNESS_PLACE", ""), nodes)
         timer, rhythm = PhaseTimer(marks_of(peers.device)), Rhythm(o.interval, losses)
@@ -207,7 +208,7 @@ class Session:
         if asked is None or asked in ("", "off"):
             return None
         made = extensions.load(extensions.GUARD, "guards=").of
-        return made(asked, self._go_back)  # type: ignore[no-any-return]
+        return made(asked, self._go_back, self._step_lines)  # type: ignore[no-any-return]
 
     def _go_back(self) -> None:
         """Leave, to go on from an older snapshot, as the guards have ordered. Raises SystemExit."""

@@ -2,13 +2,10 @@
 is named, the same weights on any world, resumes, and the limit."""
 
 import json
-from functools import lru_cache
 
-import numpy as np
 import pytest
 
 from harness.bucket.archive import read_facts
-from harness.core.batch import Batching, indices_at, plan
 from harness.core.facts import EpochStarted, GuardTripped, StepDone, StepSkipped
 from harness.core.world import STOPPED
 from harness.guards.guard_rules import StepRules, guards_of
@@ -19,8 +16,8 @@ from harness.look.audit.audit import audit
 from harness.look.trackers.metric_rows import events_of
 from storage.snapshots.snapshots import Snapshots
 from storage.stores.store_urls import open_store
-from support.guarded_runs import SCRIPT, SETTINGS, facts, guarded, under_an_agent
-from support.guarded_trainer import GLOBAL, MICRO, SAMPLES, TOTAL
+from support.guarded_runs import SCRIPT, SETTINGS, comes, facts, guarded, owner, under_an_agent
+from support.guarded_trainer import TOTAL
 from support.worlds import TRAINER, history, newest, train
 
 POISONED, NAN, INF, SPIKE = 100, 7, 20, 33
@@ -31,19 +28,6 @@ def guards(tmp_path):
     file = tmp_path / "guards.yaml"
     file.write_text(json.dumps(SETTINGS))  # JSON is YAML
     return str(file)
-
-
-@lru_cache
-def comes(sample):
-    """The steps with this sample, and the micro-batch that it is in."""
-    at = indices_at(Batching(SAMPLES, GLOBAL, MICRO, 1), np.arange(GLOBAL * TOTAL)).tolist()
-    places = [divmod(k, GLOBAL) for k, index in enumerate(at) if index == sample]
-    return {step + 1: within // MICRO for step, within in places}
-
-
-def owner(micro, world):
-    shares = plan(GLOBAL // MICRO, world)
-    return next(rank for rank in range(world) if micro in shares.micros(rank))
 
 
 # ---- what is seen, and who is named --------------------------------------------------------------

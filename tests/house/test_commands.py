@@ -182,6 +182,7 @@ ELSEWHERE = {
     "harness run --run s3://my-bucket/runs/x -- run_clm": "others' scripts: tests/adapters",
     "harness run --run s3://my-bucket/runs/x -- train.py": "others' trainers: tests/adapters",
     "harness run --run s3://my-bucket/runs/x -- -m torchtitan.train": "tests/adapters/test_torchtitan.py",
+    "harness runs bisect s3://my-bucket/runs/x -- train.py": "of the reader's script: tests/guards/test_bisect.py",
     "harness run --guards default": "of the reader's script: tests/guards/test_guarded_runs.py",
     "harness prove fake-metadata": "test_the_metadata_server_takes_what_pages_tell_it",
     "curl": "test_the_metadata_server_takes_what_pages_tell_it",
