@@ -27,7 +27,7 @@ DASHBOARDS ?= dashboards.json
 # proofs that are no tests: modules of tests/support
 SUPPORT = PYTHONPATH=$(CURDIR):$(CURDIR)/tests $(BIN)/python -m support
 
-.PHONY: help docs map install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test proofs adapters check lint types pythons sim simsystem walk paths longrun drill meshes manynodes gray campaign soak audit money gpu clean
+.PHONY: help docs map install train launch jobs-launch plan down doctor dashboards wandb lab lab-short test proofs adapters check lint types pythons sim simsystem walk paths longrun drill meshes manynodes gray campaign soak guards audit money gpu clean
 help:  ## these lines
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "make %-14s %s\n", $$1, $$2 }'
 install: $(STAMP)
@@ -162,6 +162,9 @@ campaign: install  ## POINTS=500 kills of writer, uploader and agent each, every
 
 soak: install  ## FAULTS=2000 kills, pauses and store faults over RUNS=4 led runs; memory, files and threads of every seat; not in CI
 	$(SUPPORT) soak $(FAULTS) --runs $(or $(RUNS),4) --seed $(or $(SEED),0)
+
+guards: install  ## BAD=100 trainings with bad steps and HEALTHY=200 without, on 1 to 3 ranks: found, named and left out exactly
+	$(SUPPORT) guards --faults $(or $(BAD),100) --healthy $(or $(HEALTHY),200) --first $(or $(FIRST),0)
 
 audit: install  ## all that a hostile day does, as a table of figures; fails unless all of it is handled (some minutes)
 	$(SUPPORT).hostile_day

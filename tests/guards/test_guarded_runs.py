@@ -1,6 +1,7 @@
 """Trainings that go wrong under guards, in real worlds of real processes: what is skipped and who
 is named, the same weights on any world, resumes, and the limit."""
 
+import io
 import json
 
 import pytest
@@ -16,6 +17,8 @@ from harness.look.audit.audit import audit
 from harness.look.trackers.metric_rows import events_of
 from storage.snapshots.snapshots import Snapshots
 from storage.stores.store_urls import open_store
+from storage.terminal_text import Console
+from support import guard_campaign
 from support.guarded_runs import SCRIPT, SETTINGS, comes, facts, guarded, owner, under_an_agent
 from support.guarded_trainer import TOTAL
 from support.worlds import TRAINER, history, newest, train
@@ -254,3 +257,10 @@ from harness.loops.own_loop import own_loop
 own_loop(run, micro_batches=2, micro_batch=2, data="x", adapter="accelerate")
 """,
 }
+
+
+# ---- many of them --------------------------------------------------------------------------------
+@pytest.mark.proof
+def test_a_few_of_make_guards():
+    console = Console(file=io.StringIO(), width=200)
+    assert guard_campaign.command(10, 4, 1000, console) == 0, console.file.getvalue()

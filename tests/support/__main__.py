@@ -1,10 +1,10 @@
-"""Proofs of the project that are not commands of users. `make simsystem`, `make money` and `make
-soak`
-wrap them.
+"""Proofs of the project that are not commands of users. `make simsystem`, `make money`, `make soak`
+and `make guards` wrap them.
 
     PYTHONPATH=tests python -m support system --seeds 1000 --jobs 2     the whole system, simulated
     PYTHONPATH=tests python -m support money --seeds 1000 --jobs 2      budgets, simulated
     PYTHONPATH=tests python -m support soak 1000 --runs 2               real processes and faults
+    PYTHONPATH=tests python -m support guards --faults 100              bad steps and healthy ones
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ def main() -> int:
     one.add_argument("--runs", type=int, default=1, help="over so many runs, one after the other")
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--keep", default="", help="keep runs and logs in this empty folder")
+    one = kinds.add_parser("guards")
+    one.add_argument("--faults", type=int, default=100, help="trainings that go wrong")
+    one.add_argument("--healthy", type=int, default=200, help="trainings that do not")
+    one.add_argument("--first", type=int, default=0, help="the first seed")
     asked = parser.parse_args()
+    if asked.kind == "guards":
+        from support import guard_campaign
+
+        return guard_campaign.command(asked.faults, asked.healthy, asked.first, Console())
     if asked.kind == "soak":
         from support import soak
 

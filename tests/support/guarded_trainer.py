@@ -40,6 +40,7 @@ p.add_argument("--loop", default="steps")
 p.add_argument("--parallel", default="ddp")
 p.add_argument("--reduce", default="exact")
 p.add_argument("--guards", default=None)
+p.add_argument("--seed", type=int, default=1)
 p.add_argument("--total", type=int, default=TOTAL)
 p.add_argument("--every", type=int, default=10)
 p.add_argument("--clip", type=float, default=None)
@@ -101,9 +102,9 @@ def update(step):
 if __name__ == "__main__":
     a = p.parse_args()
     run = harness.attach(
-        seed=1, snapshot_every_steps=a.every, reduce=a.reduce, guards=a.guards
+        seed=a.seed, snapshot_every_steps=a.every, reduce=a.reduce, guards=a.guards
     )
-    torch.manual_seed(0)
+    torch.manual_seed(a.seed - 1)
     middle = nn.BatchNorm1d(32) if a.norm else nn.ReLU()
     model = nn.Sequential(nn.Linear(16, 32), middle, nn.Linear(32, 2))
     if a.parallel == "fsdp2":
