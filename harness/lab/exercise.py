@@ -1,5 +1,6 @@
 """A training so small that a drill can afford it a thousand times: `python -m
-harness.lab.exercise`. Its sums are exact, so that its result is one hash."""
+harness.lab.exercise`. Its sums are exact, so that its result is one hash. One sample is bad, and
+guards skip its steps, so that every drill has guards to keep right too."""
 
 from __future__ import annotations
 
@@ -14,6 +15,10 @@ from torch import nn
 import harness
 
 
+BAD = 123  # the sample whose loss is NaN
+GUARDS = {"warm_up": 8, "window": 16, "most_bad": 50}
+
+
 class Numbers(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """A dataset in which sample i is a function of i."""
 
@@ -24,7 +29,7 @@ class Numbers(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.randn(16, generator=torch.Generator().manual_seed(i))
-        return x, (x.sum() > 0).long()
+        return x * float("nan") if i == BAD else x, (x.sum() > 0).long()
 
 
 def main() -> None:
@@ -44,7 +49,7 @@ def main() -> None:
         help="send ourselves SIGTERM in this step (only without an agent)",
     )
     a = p.parse_args()
-    run = harness.attach(seed=1, snapshot_every_steps=a.every, reduce="exact")
+    run = harness.attach(seed=1, snapshot_every_steps=a.every, reduce="exact", guards=GUARDS)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -379,3 +379,18 @@ def test_the_trainers_scheduler_goes_on_or_waits(spoiled, tmp_path):
     held = sum(step < SPOILED_STEPS for step in skipped(waits))
     assert dict(waits.logs())[SPOILED_STEPS]["learning_rate"] == pytest.approx((1 + held) * 3e-2 / SPOILED_STEPS)
     assert held >= 2 * SPOILED_EPOCHS - 1 and math.isfinite(dict(waits.logs())[SPOILED_STEPS]["loss"])
+
+
+def test_a_spike_sends_the_trainer_back_on_any_world(tmp_path):
+    told = "spike: rewind\nskip_above: 0\nclip_sigmas: 0\nrewind_steps: 2\nmost_rewinds: 20\n"
+    scripts = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        scripts.append(guarded(folder, ranks, *EVERY_3, settings=told))
+    one, two = scripts
+    back = [s for s in skipped(one).values() if "the run went back to step" in s.why]
+    assert len(back) >= 4 and "nan" not in one.end()[1]
+    assert two.end() == one.end() and skipped(two).keys() == skipped(one).keys()
+    proven(one)
+    proven(two)
