@@ -10,7 +10,7 @@ from enum import Enum
 from functools import cached_property
 
 from harness.bucket.layout import Epoch, Member
-from harness.core.facts import WorkerFailed
+from harness.core.facts import MEMORY_RAN_OUT, OOM_KILLED, OUT_OF_MEMORY, WorkerFailed
 from harness.core.world import DRAINED, FENCED, FINISHED, RESIZE, STOPPED, UNFIT
 from harness.node.heartbeat import WorkerPhase
 from harness.node.marks import Want
@@ -69,8 +69,11 @@ LOST_WORDS = (
     "Application timeout",
 )
 SCRIPT = ("the script", "Mend the script")  # what failed in a crash loop, and what to do
+LESS = "use a smaller micro_batch, or nodes with more memory"
 HINTS = {
     "SIGKILL": "The kernel does so when memory runs out: use less of it, or nodes with more",
+    OOM_KILLED: f"The kernel killed it for memory: {LESS}",
+    OUT_OF_MEMORY: f"Its log says what held the memory: {LESS}",
 }
 WHY_UNFINISHED = (
     "the script exited 0 before the run's last step was committed as such: let it end by itself "
@@ -132,7 +135,7 @@ class WorkerEnd:
     @property
     def suspect(self) -> bool:
         """True if it failed as workers do whose peer was lost; see `Evidence.victims`."""
-        if self.hung or not self.has_failed:
+        if self.hung or not self.has_failed or self.error in MEMORY_RAN_OUT:
             return False
         return self.error in LOST_TYPES or any(sign in self.text for sign in LOST_WORDS)
 
@@ -203,7 +206,9 @@ class Evidence:
         worker = self.culprit
         if worker is None:
             return ""
-        return worker.error if worker.code < 0 else f"{worker.error}: {worker.text[:300]}"
+        # what memory held differs each time
+        alone = worker.code < 0 or worker.error in MEMORY_RAN_OUT
+        return worker.error if alone else f"{worker.error}: {worker.text[:300]}"
 
     def facts(self, member: str, epoch: int) -> list[WorkerFailed]:
         """Return a fact for each failed worker."""
@@ -358,15 +363,16 @@ def why_no_more(me: Member, last: Epoch, fruitless: Fruitless, end: End | None) 
     if failure.startswith("BadInput"):
         return failure.removeprefix("BadInput: ")
     again = failure and (failure, me.failure_step) == (last.failure, last.failure_step)
-    by_others = failure.startswith(("SIG", "Hung"))
+    by_others = failure.startswith(("SIG", "Hung", OOM_KILLED))
     limit = SAME_KILL_LIMIT if by_others else SAME_FAILURE_LIMIT
     if "StoreUnavailable" in failure:
         limit = FRUITLESS_LIMIT  # an outage of the bucket is not the script's fault
     # a generation after that failure has counted it already
     times = last.streak + (last.epoch <= me.epoch)
     if again and times >= limit:
-        what, mend = ("a worker", HINTS.get(failure, "See its log")) if by_others else SCRIPT
-        verb = "was killed" if failure.startswith("SIG") else "failed"
+        what, mend = ("a worker", "See its log") if by_others else SCRIPT
+        mend = HINTS.get(failure, mend)
+        verb = "was killed" if failure.startswith(("SIG", OOM_KILLED)) else "failed"
         return (
             f"crash loop: {what} {verb} {times} times in a row at the same point "
             f"(after step {me.failure_step}): {failure}. {mend}, then launch again: the "

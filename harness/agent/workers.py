@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import IO
 
 from harness.agent import flight_recorder
+from harness.agent.oom_killer import OomKiller
 from harness.agent.run_orders import LOOK_EVERY_S
 from harness.agent.verdicts import WorkerEnd
 from harness.bucket.layout import NO_EPOCH, Epoch
-from harness.core.facts import Fact, WorkerHung
+from harness.core.facts import OOM_KILLED, Fact, WorkerHung
 from harness.core.masking import masked_line
 from harness.core.mesh import MeshChoice
 from harness.node import heartbeat, marks
@@ -140,6 +141,8 @@ READ_S = 2.0  # for the last output of a worker that has ended
 FORKED_WITHIN_S = 20.0  # a warm process that has not forked a worker by then hangs
 IMPORTED_WITHIN_S = 60.0  # ... or one that has been begun anew, and still imports
 DUMP_S = 1.0  # for a hung worker to write its stacks
+# what torch's DataLoader says when one of its processes got SIGKILL
+LOADER_KILLED = "is killed by signal: Killed"
 
 
 @dataclass
@@ -151,6 +154,7 @@ class Worker:
     tail: deque[str]
     reader: threading.Thread  # of its output
     ordered_s: float  # when its fork was ordered
+    oom_killer: OomKiller
     hung: str = ""  # how it hung, in words; "": it did not
     guilty: bool = False  # it caused the hang; otherwise it was waiting for others
     ended_by_us: bool = False  # we ended it while it was still at work
@@ -192,7 +196,12 @@ class Worker:
             return "Hung", self.hung
         with contextlib.suppress(OSError, ValueError, KeyError):
             message = json.loads(self.error_file.read_text())["message"]
-            return str(message["type"]), masked_line(str(message["text"]))
+            error, text = str(message["type"]), masked_line(str(message["text"]))
+            if LOADER_KILLED in text and (why := self.oom_killer.said()):
+                return OOM_KILLED, f"a process that read its data was {why}"
+            return error, text
+        if code == -signal.SIGKILL and not self.ended_by_us and (why := self.oom_killer.said()):
+            return OOM_KILLED, why
         if code < 0:
             return signal.Signals(-code).name, f"killed by {signal.Signals(-code).name}"
         return "exit", f"exit code {code}"
@@ -211,6 +220,7 @@ class Workers:
         self._warm: ForkServerClient | None = None
         self._cold_s = -float("inf")  # when it last imported still
         self.all: list[Worker] = []
+        self._oom_killer = OomKiller()
 
     # ---- the warm process ------------------------------------------------------------------------
     @property
@@ -257,6 +267,7 @@ class Workers:
         `heartbeat.WorkerHeartbeat`."""
         self.warm_up()
         self._epoch = epoch
+        self._oom_killer.begin()
         self.all = [
             self._start(rank, local_rank, stage, patience)
             for local_rank, rank in enumerate(epoch.ranks(self._member))
@@ -279,7 +290,8 @@ class Workers:
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         reader = threading.Thread(target=_read, args=(rank, out, tail), daemon=True)
         reader.start()
-        return Worker(process, error_file, rank, pulse, tail, reader, pulse.since_s)
+        began_s = pulse.since_s
+        return Worker(process, error_file, rank, pulse, tail, reader, began_s, self._oom_killer)
 
     def _environment(self, rank: int, local_rank: int) -> dict[str, object]:
         """Return the variables that torchrun would set for a worker, and those of a session."""

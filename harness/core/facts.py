@@ -220,13 +220,18 @@ class EpochLeft(Fact):
     why: str
 
 
+# Names of failures in which memory ran out: an allocation failed, or the kernel killed the worker.
+OUT_OF_MEMORY, OOM_KILLED = "OutOfMemoryError", "OomKilled"
+MEMORY_RAN_OUT = (OUT_OF_MEMORY, OOM_KILLED)
+
+
 @dataclass(frozen=True)
 class WorkerFailed(Fact):
     member: str
     epoch: int
     rank: int
     exit_code: int
-    error: str = ""  # exception type, or signal name
+    error: str = ""  # exception type, signal name, or one of `MEMORY_RAN_OUT`
     message: str = ""
     log_tail: str = ""
 

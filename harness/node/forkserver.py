@@ -33,6 +33,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import harness
 from harness.core import extensions
+from harness.core.facts import OUT_OF_MEMORY
 from harness.core.masking import learn, masked_deep
 from harness.core.world import BadInput
 from harness.node.heartbeat import (
@@ -205,18 +206,49 @@ def wrong_call(error: BaseException) -> str:
     return f"{at.filename}:{at.lineno}: {error}; docs/API.md lists what it takes"
 
 
+MOST_SAID = 600  # characters of an allocator's own message
+# what torch raises where an allocation fails, besides its own OutOfMemoryError
+NO_MEMORY = re.compile(r"DefaultCPUAllocator: (can't|not)|out of memory|bad_alloc|ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed, on a GPU or on the host."""
+    if isinstance(error, MemoryError):
+        return True
+    named = any(kind.__name__ == OUT_OF_MEMORY for kind in type(error).__mro__)
+    return named or (isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error))))
+
+
+def described(error: BaseException) -> tuple[str, str]:
+    """Return type and message of an error, as the agent judges it. Where memory ran out, a session
+    says what held it, if it can: there may be no memory left for that either."""
+    if wrong := wrong_call(error):
+        return BadInput.__name__, wrong
+    if not is_out_of_memory(error):
+        return type(error).__name__, str(error)
+    said = f"{type(error).__name__}: {' '.join(str(error).split())[:MOST_SAID]}"
+    if (session := sys.modules.get("harness.worker.session")) is None:
+        return OUT_OF_MEMORY, said
+    try:
+        report = session.out_of_memory()
+    except Exception as e:  # without memory anything may fail
+        report = f"what held the memory is not known ({type(e).__name__}: {e})"
+    if report:
+        print(f"harness: {report}", flush=True)
+    return OUT_OF_MEMORY, f"{report}; {said}" if report else said
+
+
 def write_error(error: BaseException) -> None:
     """Write type, message and traceback to the file that the agent (or torchrun) reads."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    wrong = wrong_call(error)
-    name = BadInput.__name__ if wrong else type(error).__name__
+    name, text = described(error)
     body = {
         "message": {
-            "message": f"{name}: {wrong or error}",
+            "message": f"{name}: {text}",
             "type": name,
-            "text": wrong or str(error),
+            "text": text,
             "extraInfo": {
                 "py_callstack": "".join(traceback.format_exception(error)),
                 "timestamp": str(int(time.time())),

@@ -50,6 +50,7 @@ from harness.worker.boundary import Boundary
 from harness.worker.gradients.fixed_point import WORDS
 from harness.worker.gradients.parallel import Strategy
 from harness.worker.gradients.sharding import check_unwrapped
+from harness.worker.memory_report import memory_report
 from harness.worker.process_group import Peers
 from harness.worker.profiling import Profile
 from harness.worker.run_context import SCRIPT_WORLD, Run, look_again_s
@@ -213,6 +214,13 @@ class Session:
     def _go_back(self) -> None:
         """Leave, to go on from an older snapshot, as the guards have ordered. Raises SystemExit."""
         self._hands.turn(boundary.Rewound())
+
+    def out_of_memory(self) -> str:
+        """Return in words that memory has run out here, and what holds it."""
+        batching = self._work.feed.batching
+        size = f", in micro-batches of {batching.micro_batch}" if batching else ""
+        held = memory_report(self._work.training, self._peers.device)
+        return f"rank {self.rank} is out of memory in step {self.step + 1}{size}: {held}"
 
     # ---- properties for the script ---------------------------------------------------------------
     @property
@@ -738,6 +746,12 @@ _attached: list[Session] = []  # the newest session of this process, for `conclu
 def is_attached() -> bool:
     """Return whether this process has a session."""
     return bool(_attached)
+
+
+def out_of_memory() -> str:
+    """Return `Session.out_of_memory` of this process' session; "": it has none. For
+    `node/forkserver.py`, when the script has ended with such an error."""
+    return _attached[-1].out_of_memory() if _attached else ""
 
 
 def conclude() -> None:

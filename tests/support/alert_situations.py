@@ -99,6 +99,13 @@ def failed() -> Made:
     return start().say(broken, aftermath, *left)
 
 
+def out_of_memory() -> Made:
+    killed = f.WorkerFailed("m1", 1, 0, -9, f.OOM_KILLED, "killed by the kernel's OOM killer")
+    aftermath = f.WorkerFailed("m2", 1, 1, 1, "PeerLost", "Connection closed by peer")
+    left = f.EpochLeft(1, "m1", "killed"), f.EpochLeft(1, "m2", "peer-lost")
+    return start().say(killed, aftermath, *left)
+
+
 def hung() -> Made:
     who = [f.WorkerHung("m1", 1, r, 7, "reducing", 400.0, r == 1, "no step") for r in (0, 1)]
     return start().say(*who, f.EpochLeft(1, "m1", "hung"))
@@ -232,6 +239,7 @@ SITUATIONS: dict[str, Callable[[], Made]] = {
     "node-lost": lost,
     "agent-ended": refused_agent,
     "worker-failed": failed,
+    "out-of-memory": out_of_memory,
     "worker-hung": hung,
     "crash-loop": loop,
     "gpu-health": gpu,

@@ -287,6 +287,8 @@ def _worker(stamped: Stamped, run: AlertState) -> Symptom | None:
         case f.EpochLeft(epoch, member, "failed" | "killed"):
             world = run.live.worlds[epoch]
             mine = [w for w in world.failures if w.member == member]
+            if any(w.error in f.MEMORY_RAN_OUT for w in mine):
+                return None  # another rule tells it
             who = f"{_who(run, member)}, generation {epoch}"
             if mine:
                 return Symptom(
@@ -294,6 +296,14 @@ def _worker(stamped: Stamped, run: AlertState) -> Symptom | None:
                 )
             return Symptom(f"workers of {_who(run, member)} failed", who)
     return None
+
+
+def _out_of_memory(stamped: Stamped, run: AlertState) -> Symptom | None:
+    fact: Any = stamped.fact
+    if fact.error not in f.MEMORY_RAN_OUT:
+        return None
+    text = f"{_who(run, fact.member)}, generation {fact.epoch}: {fact.message}"
+    return Symptom(f"rank {fact.rank} ran out of memory", text)
 
 
 def _crash_loop(stamped: Stamped, run: AlertState) -> Symptom | None:
@@ -547,6 +557,7 @@ BUILT_IN: tuple[AlertRule, ...] = (
     AlertRule(
         "worker-failed", WARNING, (f.WorkerFailed, f.EpochLeft), _worker, cool_down_s=5 * MINUTE
     ),
+    AlertRule("out-of-memory", WARNING, (f.WorkerFailed,), _out_of_memory, cool_down_s=5 * MINUTE),
     AlertRule("worker-hung", CRITICAL, (f.WorkerHung,), _hung, cool_down_s=5 * MINUTE),
     AlertRule("crash-loop", CRITICAL, (f.EpochLeft,), _crash_loop, cool_down_s=HOUR),
     AlertRule("gpu-health", WARNING, (f.HealthSeen,), _gpu),

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from harness.core.decoding import amount
 from harness.core.facts import (
+    MEMORY_RAN_OUT,
     AttemptDoubted,
     AttemptIntended,
     Decided,
@@ -261,7 +262,8 @@ class _Judge:
             return self.made("health", f"{self.nodes.names(unfit)} was unfit", self.end_s, unfit)
         if failed:
             t, one = failed[0]
-            cause = f"rank {one.rank} on {self.nodes.names([one.member])} failed: {one.error}"
+            how = "ran out of memory" if one.error in MEMORY_RAN_OUT else f"failed: {one.error}"
+            cause = f"rank {one.rank} on {self.nodes.names([one.member])} {how}"
             return self.made("crash", cause, t, [one.member])
         guilty = [m for m, (_, why) in self.left.items() if why in ("failed", "killed", "hung")]
         cause = f"workers of {self.nodes.names(guilty)} ended" if guilty else "its world broke"
