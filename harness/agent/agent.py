@@ -29,6 +29,7 @@ from harness.agent.workers import KILL_S, AgentConfig
 from harness.bucket.journal import Journal
 from harness.bucket.layout import NO_EPOCH, Epoch, Member
 from harness.core.facts import (
+    MEMORY_RAN_OUT,
     NOT_ELASTIC,
     AgentEnded,
     AgentStarted,
@@ -124,6 +125,7 @@ class EpochHistory:
     reason: str = ""  # of our own end, in words
     end: End | None = None  # of the last generation
     tail: tuple[str, ...] = ()  # last lines of the log of the worker that failed
+    said: str = ""  # the text of its failure
     fruitless: Fruitless = field(default_factory=Fruitless)
     sessionless_told: bool = False  # it was said that the script has no session
     how_far_s: float | None = None  # when to say how far this node, which must leave, has come
@@ -239,6 +241,7 @@ class Agent:
             replica_ranks=c.worlds.replica_ranks,
             meshes=c.worlds.meshes,
             worlds=c.worlds.ranks,
+            halves=c.worlds.halves,
             over=self._run.is_over,
             monotonic=host.monotonic,
         )
@@ -475,7 +478,9 @@ class Agent:
             past.reason = self._node.leaving
             return self._node.gone_code
         last = self.rendezvous.newest()
-        if why := verdicts.why_no_more(self.rendezvous.me, last, past.fruitless, past.end):
+        me = self.rendezvous.me
+        why = verdicts.why_no_more(me, last, past.fruitless, past.end) or self._too_small(last)
+        if why:
             return self._give_up(why)
         epoch = self.rendezvous.try_form(self._run.room())
         if epoch is not None:
@@ -492,6 +497,16 @@ class Agent:
             past.reason = f"no place in any generation for {wait_s:.0f} s"
             return FENCED
         return None
+
+    def _too_small(self, last: Epoch) -> str:
+        """Return why the run must be stopped, if memory ran out here in the generation `last`, and
+        its micro-batch should be halved and cannot be; else ""."""
+        me, halves = self.rendezvous.me, self.config.worlds.halves
+        if not halves or me.failure not in MEMORY_RAN_OUT or me.epoch != last.epoch:
+            return ""
+        if self._run.micro_batch(last.halvings) != 1:
+            return ""
+        return verdicts.SMALLEST.format(step=me.failure_step, said=self._past.said)
 
     def _bear_isolation(self, epoch: int, out_s: float) -> int | None:
         """Say once in an epoch that the others leave this node out, since it and they do not reach
@@ -710,7 +725,7 @@ class Agent:
             for fact in evidence.facts(self.name, epoch.epoch):
                 self.journal.record(fact)
             if said := evidence.culprit or next(iter(evidence.failed), None):
-                self._past.tail = said.tail
+                self._past.tail, self._past.said = said.tail, said.text
         return end, evidence
 
     def _count(self, evidence: verdicts.Evidence, failed: bool) -> int:

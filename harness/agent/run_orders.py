@@ -26,6 +26,7 @@ from harness.bucket.layout import (
     order_key,
 )
 from harness.bucket.orders import ask_to_stop, asked_to_leave, stop_order
+from harness.core.batch import halved
 from storage.canonical_json import BadObject
 from storage.errors import NotFound, StoreUnavailable
 from storage.snapshots.manifest import Ref, SnapshotCorrupt
@@ -237,6 +238,14 @@ class RunOrders:
                 # not there yet, or invalid: workers report errors in it
                 return None
         return None if self._room == NO_LIMIT else self._room
+
+    def micro_batch(self, halvings: int) -> int:
+        """Return the samples of a micro-batch after so many halvings; 0: not known."""
+        try:
+            found = Identity.decode(self.store.get(IDENTITY)).micro_batch
+        except (NotFound, BadObject):
+            return 0
+        return halved(found, halvings) if found else 0
 
     def is_over(self) -> bool:
         """Return whether the run has ended, as far as its newest snapshot can be read."""

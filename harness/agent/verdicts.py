@@ -69,7 +69,10 @@ LOST_WORDS = (
     "Application timeout",
 )
 SCRIPT = ("the script", "Mend the script")  # what failed in a crash loop, and what to do
-LESS = "use a smaller micro_batch, or nodes with more memory"
+LESS = (
+    "use a smaller micro_batch (with run.steps, --set oom=halve does so by itself), or nodes with "
+    "more memory"
+)
 HINTS = {
     "SIGKILL": "The kernel does so when memory runs out: use less of it, or nodes with more",
     OOM_KILLED: f"The kernel killed it for memory: {LESS}",
@@ -85,6 +88,12 @@ WHY_APART = (
     "the script ended with status 0 on rank {ended} while it went on on rank {waiting}, which "
     "waits for it in a sum: wanted it to leave its loop at the same step on every rank; decide "
     "together (run.sum), or call run.stop(reason) on one rank"
+)
+
+
+SMALLEST = (
+    "memory ran out after step {step} with one sample in a micro-batch, which cannot be halved "
+    "(--set oom=halve): use nodes with more memory, or a model or samples that need less. {said}"
 )
 
 

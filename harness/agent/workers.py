@@ -112,6 +112,7 @@ class Worlds:
     # how ranks share one copy of the model, in order of preference; only whole copies train
     meshes: MeshChoice | None = None
     ranks: tuple[int, ...] = ()  # allowed numbers of ranks; (): any number
+    halves: bool = False  # where memory ran out, the next world takes half the micro-batch
 
 
 @dataclass(frozen=True)
@@ -333,6 +334,7 @@ class Workers:
             "HARNESS_SPEEDS": json.dumps(speeds),
             "HARNESS_EPOCH_REASON": epoch.reason,
             "HARNESS_PLACE": config.place,
+            "HARNESS_HALVINGS": epoch.halvings,
         }
 
     def _sign(self, local_rank: int) -> Path:

@@ -257,6 +257,7 @@ class Epoch:
     replica_ranks: Count = 1
     mesh: str = ""  # device mesh of one model copy, in the text form of core/mesh.py
     withdrawals: tuple[Natural, ...] = ()  # those of its members when it named them; (): none yet
+    halvings: Natural = 0  # of the script's micro-batch, since memory ran out so often
     protocol: Natural = field(default_factory=written_protocol)
 
     @property

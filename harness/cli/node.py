@@ -449,6 +449,12 @@ class RunFlags(RecordFlags, AlertFlags):
         "true: go on though committed steps must be done again\nas HARNESS_ALLOW_REWIND=1",
         advanced=True,
     )
+    oom: str = flag(
+        "retry",
+        "where memory ran out: retry, or halve the micro-batch\nthe global batch stays",
+        choices=["retry", "halve"],
+        advanced=True,
+    )
     beat_s: float = flag(
         0.0,
         "time between two heartbeats\n"
@@ -553,6 +559,7 @@ def run(flags: RunFlags) -> int:
         raise BadInput(f"{argv[0]}: no such file (working directory: {Path.cwd()})")
     if flags.allow_rewind:
         env["HARNESS_ALLOW_REWIND"] = "1"  # for its workers
+    env["HARNESS_OOM"] = flags.oom
     if flags.profile:
         env["HARNESS_PROFILE"] = flags.profile
     if flags.guards:
@@ -717,7 +724,7 @@ def _worlds(flags: RunFlags, env: Mapping[str, str]) -> Worlds:
         raise BadInput(f"HARNESS_WORLDS: {e}") from None
     nproc = _nproc(flags.nproc, env)
     size = said if said and meshes is None else 1
-    found = Worlds(flags.min_nodes, size, meshes, ranks)
+    found = Worlds(flags.min_nodes, size, meshes, ranks, flags.oom == "halve")
     if split := [mesh for mesh in each if nproc % mesh.tp]:
         raise BadInput(
             f"--mesh {split[0]}: wanted a node's workers in whole groups of {split[0].tp} (tp), "

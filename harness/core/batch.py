@@ -24,7 +24,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol, TypeAlias
 
@@ -72,6 +72,8 @@ class Batching:
     seed: int
     shuffle: bool = True
     order: SampleOrder | None = None
+    # the micro-batch that the script asks for, if memory ran out with it; 0: `micro_batch`
+    asked_micro_batch: int = 0
 
     def __post_init__(self) -> None:
         for name, limit in (
@@ -107,13 +109,39 @@ class Batching:
                 f"the dataset must hold at least one global batch, found {self.samples} samples "
                 f"and global_batch={self.global_batch}; lower global_batch or add data"
             )
-        if self.order is not None:
+        if self.order is not None and not self.asked_micro_batch:
             self.order.check(self)
+
+    def halved(self, times: int) -> Batching:
+        """Return the batching with a micro-batch that was halved so often: the same samples in each
+        step, in smaller parts."""
+        micro_batch = halved(self.micro_batch, times)
+        if micro_batch == self.micro_batch:
+            return self
+        return replace(self, micro_batch=micro_batch, asked_micro_batch=self.micro_batch)
+
+    @property
+    def as_asked(self) -> Batching:
+        """The batching that the script asks for. Orders of samples depend on it."""
+        if not self.asked_micro_batch:
+            return self
+        return replace(self, micro_batch=self.asked_micro_batch, asked_micro_batch=0)
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches per step; the greatest number of replicas that can share a step."""
         return self.global_batch // self.micro_batch
+
+
+def halved(micro_batch: int, times: int) -> int:
+    """Return a micro-batch after so many halvings. Each takes the greatest divisor that is at most
+    the half, so that global batches stay whole numbers of micro-batches; 1 stays 1."""
+    for _ in range(times):
+        if micro_batch == 1:
+            break
+        divisors = (d for d in range(2, math.isqrt(micro_batch) + 1) if not micro_batch % d)
+        micro_batch //= next(divisors, micro_batch)
+    return micro_batch
 
 
 @dataclass(frozen=True)
@@ -284,7 +312,7 @@ def indices(batching: Batching, step: int, micro: int) -> Int64s:
 def indices_at(batching: Batching, positions: Int64s) -> Int64s:
     """Return the dataset indices of any stream positions, same shape."""
     if batching.order is not None:
-        return batching.order.indices_at(batching, np.asarray(positions, dtype=np.int64))
+        return batching.order.indices_at(batching.as_asked, np.asarray(positions, dtype=np.int64))
     epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), batching.samples)
     if not batching.shuffle:
         return offsets
@@ -302,7 +330,8 @@ def in_turns(batching: Batching, lanes: int) -> tuple[int, ...]:
     """Return over how many neighbouring samples the reads of a rank that does `lanes` micro-batches
     of each step are spread at a time; one number per source of the order. 0: over all samples."""
     if batching.order is not None:
-        return batching.order.in_turns(batching, lanes)
+        asked = batching.as_asked
+        return batching.order.in_turns(asked, -(-lanes * batching.micro_batch // asked.micro_batch))
     return (0 if batching.shuffle else lanes * batching.micro_batch,)
 
 

@@ -53,6 +53,8 @@ class StepRecord:
     # end with a shorter step); -1: the position follows from the batching.
     begins: int = -1
     skipped: str = ""  # why the guards have skipped the update; "": they have not
+    # Samples of a micro-batch, if memory ran out with the run's; 0: it was the run's.
+    micro_batch: int = 0
 
     @property
     def replica_ranks(self) -> int:
@@ -79,6 +81,8 @@ class StepRecord:
             del body["begins"]
         if not self.skipped:
             del body["skipped"]
+        if not self.micro_batch:
+            del body["micro_batch"]
         return body
 
 

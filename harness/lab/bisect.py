@@ -24,7 +24,7 @@ from harness.bucket.layout import IDENTITY, Identity
 from harness.core.facts import Fact, GuardTripped, SessionStarted, StepDone, StepSkipped
 from harness.core.world import BadInput, HarnessError
 from harness.guards.guard_rules import SETTINGS, Guards, StepRules
-from harness.lab.replay import copy_snapshot, environment_of, execute
+from harness.lab.replay import copy_snapshot, environment_of, execute, halvings_of
 from storage.snapshots.manifest import Manifest
 from storage.snapshots.restore import ALLOWED, left_behind, rewinds
 from storage.snapshots.retention import lineage
@@ -111,6 +111,7 @@ def bisect(
     path = scratch / "steps.jsonl"
     extra |= {
         "HARNESS_UNTIL_STEP": str(step),
+        "HARNESS_HALVINGS": str(halvings_of(identity["micro_batch"], told.micro_batch)),
         "HARNESS_GUARDS": json.dumps(asdict(guards or WATCH_ONLY)),
         "HARNESS_STEP_LINES": str(path),
     }

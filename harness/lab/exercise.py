@@ -14,7 +14,6 @@ from torch import nn
 
 import harness
 
-
 BAD = 123  # the sample whose loss is NaN
 GUARDS = {"warm_up": 8, "window": 16, "most_bad": 50}
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from harness.bucket.journal import read_records
 from harness.bucket.layout import IDENTITY, SAMPLES, Identity, read_epoch
 from harness.core import step_records as rec
-from harness.core.batch import replicas_of
+from harness.core.batch import halved, replicas_of
 from harness.core.mesh import parse_choice
 from harness.core.world import BadInput, HarnessError
 from storage.canonical_json import BadObject
@@ -87,6 +87,9 @@ def replay(
     genesis = rec.genesis(identity)
     original = {r.step: r for r in read_records(store, named["key"], named["head"], genesis)}
     last = min(start + steps, newest.step)
+    sizes = [original[step].micro_batch for step in range(start + 1, last + 1)]
+    # a window ends where micro-batches became smaller: no try of the script has both
+    last -= len(sizes) - next((i for i, n in enumerate(sizes) if n != sizes[0]), len(sizes))
     if last <= start:
         raise BadInput(f"the run has no steps after {start}; choose an earlier --from")
     manifest = source.load(found[start])
@@ -94,6 +97,7 @@ def replay(
     extra = environment_of(store, manifest, (after.epoch, after.replica_ranks), identity, world)
     extra["HARNESS_UNTIL_STEP"] = str(last)
     copy = open_store(str(scratch))
+    extra["HARNESS_HALVINGS"] = str(halvings_of(identity["micro_batch"], sizes[0]))
     copy_snapshot(store, copy, manifest, store.list(ALLOWED))
     execute(scratch, extra, world, argv, timeout_s)
     again = Snapshots(copy).latest()
@@ -107,6 +111,18 @@ def replay(
     if last in found:
         weights = _compare_weights(source, source.load(found[last]), Snapshots(copy), again)
     return Replay(start + 1, last, world, difference, weights, str(again.data.get("weights")))
+
+
+def halvings_of(asked: int, found: int) -> int:
+    """Return how often the micro-batch `asked` was halved until it was `found` (0: never). Raises
+    BadInput."""
+    for times in range(asked.bit_length()):
+        if found in (0, halved(asked, times)):
+            return times
+    raise BadInput(
+        f"the steps have micro-batches of {found}, wanted {asked} (run.json) or a part that it is "
+        "halved to; run `harness prove verify`"
+    )
 
 
 def _mesh_of(store: ObjectStore, epoch: int) -> str:
@@ -287,4 +303,4 @@ def print_replay(found: Replay, console: Console) -> int:
     return 0 if found.identical else 1
 
 
-__all__ = ["Replay", "copy_snapshot", "environment_of", "execute", "print_replay", "replay"]
+__all__ = ["Replay", "copy_snapshot", "environment_of", "execute", "halvings_of", "print_replay", "replay"]

@@ -33,6 +33,7 @@ from typing import Any
 from harness.bucket.layout import Epoch, Member, epoch_key, member_key, newest_epoch, read_epoch
 from harness.core import decoding
 from harness.core.decoding import NewerProtocol
+from harness.core.facts import MEMORY_RAN_OUT
 from harness.core.mesh import MOST_MESHES, MeshChoice, ModelMesh, parse
 from harness.core.world import BadInput, WrongProtocol, meeting_place, whole_replicas
 from harness.rendezvous.membership import LIST_S, HeartbeatTimeouts, Membership, PeerHeartbeats
@@ -80,8 +81,9 @@ class Rendezvous:
     which a silent member is dead; `calm_s`: interval instead of `beat_s` while we train and all
     lines are up. `replica_ranks`: a world consists of whole replicas of so many ranks; `meshes`: or
     of whole copies of the model with such a device mesh; `worlds`: the only allowed numbers of
-    ranks; (): any. Members that are left over wait. `over`: returns whether the run is finished;
-    then no generation is begun any more."""
+    ranks; (): any. Members that are left over wait. `halves`: a generation in which memory ran out
+    is followed by one with half the micro-batch. `over`: returns whether the run is finished; then
+    no generation is begun any more."""
 
     def __init__(
         self,
@@ -97,6 +99,7 @@ class Rendezvous:
         replica_ranks: int = 1,
         meshes: MeshChoice | None = None,
         worlds: tuple[int, ...] = (),
+        halves: bool = False,
         over: Callable[[], bool] = lambda: False,
         monotonic: Callable[[], float] = time.monotonic,
     ):
@@ -105,7 +108,7 @@ class Rendezvous:
         self.others = Membership(store, lines, self._beats, monotonic)
         self._join_window_s, self.min_members = join_window_s, min_members
         self._replica_ranks, self._meshes, self._worlds = replica_ranks, meshes, worlds
-        self._monotonic, self._over = monotonic, over
+        self._monotonic, self._over, self._halves = monotonic, over, halves
         self.reach = Reach(me.member)
         self._last = _Moments()
         self.is_over = False  # the run was finished when the next generation could have begun
@@ -469,11 +472,15 @@ class Rendezvous:
             reason = "loss"
         else:
             reason = "shrink"
+        # a member that failed in an earlier generation, and found no place since, has counted
+        short = any(m.failure in MEMORY_RAN_OUT and m.epoch == last.epoch for m in failed)
+        halvings = last.halvings + short if self._halves else 0
         streak, failure, step = 0, "", 0
         if failed:
             failure, step = failed[0].failure, failed[0].failure_step
             same = last.failure == failure and last.failure_step == step
-            streak = last.streak + 1 if same else 1
+            # the next try is another one with a smaller micro-batch
+            streak = last.streak + 1 if same and halvings == last.halvings else 1
         first = chosen[0]
         return Epoch(
             epoch=self._number + 1,
@@ -489,4 +496,5 @@ class Rendezvous:
             replica_ranks=self._replica_ranks if mesh is None else mesh.replica_ranks,
             mesh=str(mesh or ""),
             withdrawals=tuple(m.withdrawals for m in chosen),
+            halvings=halvings,
         )

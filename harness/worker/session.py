@@ -44,7 +44,7 @@ from harness.node.heartbeat import WorkerPhase
 from harness.node.marks import Want
 from harness.uploader.node_tiers import data_peers
 from harness.worker import boundary, snapshot_timer
-from harness.worker.batches.feed import Feed, rehearse
+from harness.worker.batches.feed import Feed, Shrinking, rehearse
 from harness.worker.batches.loader import MicroBatch, Stream, seed_everything
 from harness.worker.boundary import Boundary
 from harness.worker.gradients.fixed_point import WORDS
@@ -191,7 +191,8 @@ class Session:
         resume = Resume(peers, joined, training, hold, last_seen, environ)
         here = int(environ.get("LOCAL_WORLD_SIZE", 1))
         speeds = json.loads(environ.get("HARNESS_SPEEDS", "null"))
-        feed = Feed(peers, o.seed, speeds, here, DataPeers(hold, joined.store, nodes).meet)
+        meet = DataPeers(hold, joined.store, nodes).meet
+        feed = Feed(peers, o.seed, speeds, here, meet, Shrinking.of(environ))
         log.times.traffic = feed.traffic
         self._work = Work(
             peers, joined, training, feed, log, rates, rhythm, snapshotter, votes, timer
@@ -490,6 +491,7 @@ class Session:
     def _announce(self, identity: dict[str, Any]) -> None:
         self._setup.announce()
         self._run.identify(identity)
+        self._run.warn_of(self._work.feed.shrunk())
 
     def _shrink(self, why: TooManyRanks) -> None:
         """Leave, so that a smaller world is formed, if that is possible. All nodes can now read in
@@ -511,6 +513,7 @@ class Session:
                 "guards do not see the gradients of a loop with run.safe_point: wanted run.steps, "
                 "run.loader or transformers; leave out guards= and --guards"
             )
+        self._work.feed.shrinking.refuse("run.safe_point")
         self._setup.settle()
         self._hands.resume()
         self._safe = SafePoint(self._run.step, time.perf_counter())
@@ -708,10 +711,10 @@ def attach(
     kernels set torch.use_deterministic_algorithms, torch.backends.cudnn.benchmark and, if it is not
     set, CUBLAS_WORKSPACE_CONFIG=:4096:8.
 
-    It reads the variables of torchrun and the agent (RANK, ..., HARNESS_RUN, EPOCH, MARK, PROGRESS,
-    STAGE, SPEEDS, PLACE, REPLICA, REPLICA_RANKS, MESH, MESHES), users' (HARNESS_HOST, UNTIL_STEP,
-    LOOK_AGAIN_S, ALLOW_REWIND, PROFILE, GUARDS, ON_CHANGE, DIFF, OWNER, PROJECT, EXPERIMENT,
-    PURPOSE), and those of the bucket's client (docs/STORES.md). Raises BadInput, StoreError.
+    It reads torchrun's and the agent's variables (RANK, ..., HARNESS_RUN, EPOCH, MARK, PROGRESS,
+    STAGE, SPEEDS, PLACE, REPLICA, REPLICA_RANKS, MESH, MESHES, OOM, HALVINGS), users'
+    (HARNESS_HOST, UNTIL_STEP, LOOK_AGAIN_S, ALLOW_REWIND, PROFILE, GUARDS, ON_CHANGE, DIFF, OWNER,
+    PROJECT, EXPERIMENT, PURPOSE), and the store's (docs/STORES.md). Raises BadInput, StoreError.
     """
     keep = Keep(keep_snapshots, keep_every_steps, keep_best, tuple(keep_ages_h))
     interval = snapshot_timer.Interval(snapshot_every_s, snapshot_every_steps)

@@ -304,6 +304,7 @@ class Work:
             dt=0.0,
             begins=begins,
             skipped=sums.judged.skip,
+            micro_batch=self.batching.micro_batch if self.batching.asked_micro_batch else 0,
         )
         assert self.run.identity is not None
         hashed = self.feed.has_contents or begins >= 0

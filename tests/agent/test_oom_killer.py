@@ -10,6 +10,7 @@ import pytest
 from harness.agent.oom_killer import OomKiller
 from harness.core.facts import OOM_KILLED, EpochLeft, WorkerFailed
 from support import hungry_trainer
+from support.worlds import history
 
 PODS = "kubepods/pod7"
 
@@ -114,13 +115,12 @@ def test_a_worker_that_the_kernel_kills_is_told_from_one_that_somebody_killed(no
     agent = nodes.start(
         *("--most", 2, "--at", 3, "--how", "kernel"),
         script=hungry_trainer.__file__,
-        agent=("--set", "peer_tier=off"),
+        agent=("--set", "peer_tier=off", "--set", "oom=halve"),
     )
     (limited / "cgroup.procs").write_text(str(agent.pid))  # before it starts anything
-    nodes.until(lambda: nodes.facts(EpochLeft))
-    failed = nodes.facts(WorkerFailed)[0]
+    assert nodes.codes() == [0], nodes.logs()
+    (failed,) = nodes.facts(WorkerFailed)
     assert (failed.rank, failed.exit_code, failed.error) == (0, -9, OOM_KILLED), nodes.logs()
     assert "memory ran out (the limit of its control group is 1.2 GB, memory." in failed.message
-    assert nodes.facts(EpochLeft)[0].why == "killed"
-    agent.terminate()
-    agent.wait(60)
+    assert [e.why for e in nodes.facts(EpochLeft)] == ["killed", "finished"]
+    assert [r.micro_batch for r in history(nodes.run)] == [2] * hungry_trainer.TOTAL

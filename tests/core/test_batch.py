@@ -17,6 +17,7 @@ from harness.core.batch import (
     Plan,
     digest,
     expected_digest,
+    halved,
     indices,
     indices_at,
     permute,
@@ -281,6 +282,32 @@ def test_well_mixed_over_places() -> None:
 
 
 # ---- samples -------------------------------------------------------------------------------------
+def test_a_halved_micro_batch_is_a_part_of_the_first() -> None:
+    for micro_batch in range(1, 200):
+        for times in range(9):
+            less = halved(micro_batch, times)
+            assert less >= 1 and micro_batch % less == 0
+            assert halved(less, 1) <= max(1, less // 2)
+    assert [halved(12, times) for times in range(6)] == [12, 6, 3, 1, 1, 1]
+    assert halved(35, 1) == 7 and halved(2**40, 10**9) == 1
+
+
+@settings(deadline=None)
+@given(batchings(), st.integers(0, 4), st.integers(1, 9))
+def test_halved_micro_batches_have_the_same_samples_in_each_step(
+    b: Batching, times: int, step: int
+) -> None:
+    less = b.halved(times)
+    assert less.as_asked == b and less.global_batch == b.global_batch
+    mine = np.concatenate([indices(less, step, m) for m in range(less.micro_batches)])
+    assert mine.tolist() == indices_at(b, np.arange(*_span(b, step))).tolist()
+    assert expected_digest(less, step) == expected_digest(b, step)
+
+
+def _span(b: Batching, step: int) -> tuple[int, int]:
+    return (step - 1) * b.global_batch, step * b.global_batch
+
+
 @settings(deadline=None)
 @given(batchings(), st.integers(1, 6))
 def test_every_sample_once_per_epoch_whatever_the_worlds(b: Batching, epochs: int) -> None:

@@ -256,6 +256,36 @@ def test_the_same_failure_is_counted_over_epochs(place):
     assert place.form(a).streak == 1
 
 
+def test_each_generation_without_memory_halves_the_micro_batch_once(place):
+    """However many members ran out of it. The failure is not counted: the next try is another."""
+    a, b = (place.member(name, halves=True) for name in ("a", "b"))
+    for n in (1, 2, 3):
+        epoch = place.form(a, b)
+        assert (epoch.halvings, epoch.streak) == (n - 1, int(n > 1))
+        short = {"failure": "OutOfMemoryError", "failure_step": 40}
+        for m in (a, b):
+            m.say(state="ready", epoch=epoch.epoch, end="failed", **short)
+    assert place.form(a, b).halvings == 3
+
+
+def test_memory_that_ran_out_in_an_earlier_generation_halves_nothing_again(place):
+    a, b = (place.member(name, halves=True, worlds=(1,)) for name in ("a", "b"))
+    for n in (1, 2):
+        epoch = place.form(a, b)
+        assert (epoch.epoch, epoch.members, epoch.halvings) == (n, ("a",), 0)
+        a.say(state="ready", epoch=epoch.epoch, end="resize")
+        b.say(failure="OutOfMemoryError", failure_step=3)  # of before, and it waits for a place
+
+
+def test_by_default_memory_that_runs_out_is_a_failure_like_others(place):
+    a = place.member("a")
+    for n in (1, 2, 3):
+        epoch = place.form(a)
+        assert (epoch.halvings, epoch.streak) == (0, n - 1)
+        short = {"failure": "OomKilled", "failure_step": 40}
+        a.say(state="ready", epoch=epoch.epoch, end="killed", **short)
+
+
 def test_racing_members_agree_on_every_epoch(place):
     """Real threads propose at the same time; each epoch number is one object, and whoever
     enters is in it."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import harness
+from support.worlds import newest, until
 
 SAMPLES, GLOBAL, MICRO, TOTAL = 400, 24, 4, 12
 
@@ -24,6 +25,9 @@ p.add_argument("--shuffle", default="true", help="true, or blocks")
 p.add_argument("--total", type=int, default=TOTAL)
 p.add_argument("--every", type=int, default=5)
 p.add_argument("--out", default="")
+p.add_argument(
+    "--patient", action="store_true", help="the step after a snapshot begins when it is durable"
+)
 
 
 def forward(model, x):
@@ -39,6 +43,10 @@ def forward(model, x):
     return model(x)
 
 
+def wait_for_snapshot(number):
+    until(lambda: getattr(newest(run.run_url), "step", 0) >= number, f"the snapshot of {number}")
+
+
 if __name__ == "__main__":
     a = p.parse_args()
     run = harness.attach(seed=1, snapshot_every_steps=a.every, reduce="exact")
@@ -50,11 +58,13 @@ if __name__ == "__main__":
     data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
     sizes = {"global_batch": GLOBAL, "micro_batch": a.micro}
     if a.loop == "loader":
-        run.loader(data, shuffle=True, **sizes)
+        next(iter(run.loader(data, shuffle=True, **sizes)))
     if a.loop == "safe_point":
         run.resume()
     shuffle = True if a.shuffle == "true" else a.shuffle
     for step in run.steps(data, total=a.total, shuffle=shuffle, **sizes):
+        if a.patient and step.number > 1 and (step.number - 1) % a.every == 0:
+            wait_for_snapshot(step.number - 1)
         for x, y in step:
             step.backward(nn.functional.cross_entropy(forward(model, x), y))
         step.update(clip_norm=1.0)

@@ -35,7 +35,7 @@ class Place:
         self.store, self.clock, self.lines = MemoryStore("memory://rdzv", {}), Ticks(), {}
 
     def member(
-        self, name, nproc=1, attempt=0, replica_ranks=1, worlds=(), meshes=None
+        self, name, nproc=1, attempt=0, replica_ranks=1, worlds=(), meshes=None, halves=False
     ) -> Rendezvous:
         lines = self.lines[name] = PeerConnections(name, "127.0.0.1", pulse_s=0.2)
         me = Member(name, "ready", 0, "127.0.0.1", lines.port, 29500, nproc=nproc, attempt=attempt)
@@ -45,6 +45,7 @@ class Place:
             replica_ranks=replica_ranks,
             worlds=worlds,
             meshes=meshes,
+            halves=halves,
         )
         r.say()
         return r

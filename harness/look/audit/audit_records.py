@@ -148,11 +148,17 @@ def _rules(
         )
     size = r.replica_ranks
     whole = len(r.shares) * size == r.world
-    done, wanted_micros = sum(r.shares), batching.micro_batches
+    micro_batch = r.micro_batch or batching.micro_batch
+    if not 0 < micro_batch <= batching.micro_batch or batching.micro_batch % micro_batch:
+        raise RuleBroken(
+            f"{where}: wanted micro-batches of {batching.micro_batch} samples, or equal parts of "
+            f"them, found {micro_batch}"
+        )
+    done, wanted_micros = sum(r.shares), batching.global_batch // micro_batch
     fewer = foreign and 0 < done < wanted_micros  # at the end of a pass over the data
     if not (done == wanted_micros or fewer) or min(r.shares) < 0 or not whole:
         raise RuleBroken(
-            f"{where}: wanted {batching.micro_batches} micro-batches over {r.world} ranks"
+            f"{where}: wanted {wanted_micros} micro-batches over {r.world} ranks"
             f"{f' in replicas of {size}' * (size > 1)}, found shares {list(r.shares)}"
         )
     if r.digest != wanted:

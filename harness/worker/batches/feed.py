@@ -8,7 +8,7 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
@@ -105,10 +105,33 @@ def refuse_a_part(dataset: Any, world: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Shrinking:
+    """The halving of micro-batches where memory ran out (`harness run --set oom=halve`).
+    `by_choice`: somebody asked for it; `times`: how often it has happened."""
+
+    by_choice: bool = False
+    times: int = 0
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Shrinking:
+        return cls(
+            environ.get("HARNESS_OOM") == "halve", int(environ.get("HARNESS_HALVINGS") or 0)
+        )
+
+    def refuse(self, loop: str) -> None:
+        """Raise BadInput for a loop that is given micro-batches of its script's size."""
+        if self.by_choice:
+            raise BadInput(
+                f"--set oom=halve: wanted micro-batches that the harness cuts (run.steps), found "
+                f"{loop}, which decides their size itself; use --set oom=retry"
+            )
+
+
 class Feed:
     """A run's data and the plan of who reads it. `batching`: None until `steps` is called.
     `stream`: for data that can be read in order only. `processes`: the number of processes on this
-    node that read. `meet`: see `DataPeers.meet`."""
+    node that read. `meet`: see `DataPeers.meet`. `shrinking`: whether micro-batches are halved."""
 
     plan: Plan
 
@@ -119,7 +142,9 @@ class Feed:
         speeds: list[float] | None,
         processes: int = 1,
         meet: Callable[[Any, bool], None] = lambda dataset, once: None,
+        shrinking: Shrinking = Shrinking(),
     ):
+        self.shrinking = shrinking
         self._peers, self.seed, self._processes, self._meet = peers, seed, processes, meet
         self._speeds = speeds if speeds and len(set(speeds)) > 1 else None
         self.batching: Batching | None = None
@@ -129,9 +154,6 @@ class Feed:
         self._dataset: Any = None
         self._read: Any = None  # the same once reading begins, or what the script's own loop reads
         self._collate: Collate | None = None
-        # items are hashed as they are read: a stream's, or those of a dataset that knows their
-        # hashes
-        self.has_contents = False
         # entries of run.json about a foreign loop; None: the steps are ours
         self._foreign: dict[str, Any] | None = None
         self.first_ranks = 0  # as in facts.SessionStarted
@@ -159,14 +181,20 @@ class Feed:
         in_batches = Batching(
             samples, global_batch, micro_batch, self.seed, mapped and bool(shuffle)
         )
-        self.batching = replace(in_batches, order=_order_of(dataset, in_batches, shuffle))
+        asked = replace(in_batches, order=_order_of(dataset, in_batches, shuffle))
+        self.batching = asked.halved(self.shrinking.times)
         self.plan = self.shared_out(self.batching.micro_batches)
         opened = None
         if not mapped and (self.stream is None or self.stream.dataset is not dataset):
             opened = Stream(dataset, self.batching, self.plan, self._peers.rank, collate)
             self.stream = opened
-        self.has_contents = self.stream is not None or has_contents(dataset)
         return opened
+
+    @property
+    def has_contents(self) -> bool:
+        """True if items are hashed as they are read: a stream's, or those of a dataset that knows
+        their hashes."""
+        return self.stream is not None or has_contents(self._dataset)
 
     def open_foreign(
         self, micro_batches: int, micro_batch: int, seed: int, foreign: dict[str, Any]
@@ -174,7 +202,6 @@ class Feed:
         """Plan the micro-batches of a foreign trainer, which reads the data itself, in the order
         that `foreign` describes. Raises TooManyRanks."""
         self._dataset, self._foreign, self.seed = None, foreign, seed
-        self.has_contents = self.stream is not None
         self.batching = Batching(MAX_SAMPLES, micro_batches * micro_batch, micro_batch, seed, False)
         self.plan = self.shared_out(micro_batches)
 
@@ -193,7 +220,7 @@ class Feed:
             "seed": self.seed,
             "samples": self.batching.samples if mapped else 0,
             "global_batch": self.batching.global_batch,
-            "micro_batch": self.batching.micro_batch,
+            "micro_batch": self.batching.as_asked.micro_batch,
             "shuffle": self.batching.shuffle,
             "data": self._foreign["data"] if self._foreign else fingerprint(self._dataset),
             "model": _model_fingerprint(model),
@@ -203,6 +230,18 @@ class Feed:
         if mapped and not self.has_contents:
             return identity
         return {**identity, "contents": True, **(self._foreign or {})}
+
+    def shrunk(self) -> str:
+        """Return in words that micro-batches are smaller than the script asks for; "": they are
+        not."""
+        b = self.batching
+        if b is None or not b.asked_micro_batch:
+            return ""
+        return (
+            f"memory ran out, so micro-batches have {b.micro_batch} samples instead of "
+            f"{b.asked_micro_batch}; the global batch stays {b.global_batch}, and sums round as in "
+            f"a run with micro_batch={b.micro_batch}"
+        )
 
     def steps_in(self, epochs: int) -> int:
         """Return the number of whole steps in `epochs` passes over the data; a rest smaller than a
