@@ -301,6 +301,3 @@ def print_replay(found: Replay, console: Console) -> int:
         f"state after step {found.last}: {found.weights}; weights {found.hash}", highlight=False
     )
     return 0 if found.identical else 1
-
-
-__all__ = ["Replay", "copy_snapshot", "environment_of", "execute", "halvings_of", "print_replay", "replay"]
