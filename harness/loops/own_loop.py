@@ -409,7 +409,7 @@ def own_loop(
             f"guards are not built for {adapter}: wanted run.steps, run.loader or transformers; "
             "leave out --guards (HARNESS_GUARDS)"
         )
-    feed.shrinking.refuse(adapter or "a loop of its own")
+    run._work.shrinking.refuse(adapter or "a loop of its own")
     with hidden_world.inside():
         try:
             feed.first_ranks = first_ranks if per_device else 0

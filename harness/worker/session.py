@@ -191,11 +191,11 @@ class Session:
         resume = Resume(peers, joined, training, hold, last_seen, environ)
         here = int(environ.get("LOCAL_WORLD_SIZE", 1))
         speeds = json.loads(environ.get("HARNESS_SPEEDS", "null"))
-        meet = DataPeers(hold, joined.store, nodes).meet
-        feed = Feed(peers, o.seed, speeds, here, meet, Shrinking.of(environ))
+        feed = Feed(peers, o.seed, speeds, here, DataPeers(hold, joined.store, nodes).meet)
         log.times.traffic = feed.traffic
         self._work = Work(
-            peers, joined, training, feed, log, rates, rhythm, snapshotter, votes, timer
+            *(peers, joined, training, feed, log, rates, rhythm, snapshotter, votes, timer),
+            Shrinking.of(environ),
         )
         # with an agent, `conclude` is called at the script's end
         state = boundary.SessionState(by_script=mark is not None, stored=bool(joined.url))
@@ -416,13 +416,13 @@ class Session:
         committed as the final snapshot. A script that fails does not end the run. To end it at
         once, or without an agent (plain torchrun, a single process), call `finish` after the loop.
         """
-        training, feed = self._work.training, self._work.feed
+        training, feed, halvings = self._work.training, self._work.feed, self._work.shrinking.times
         if (total is None) is (epochs is None):
             raise BadInput("run.steps(...): wanted either total= (optimizer steps) or epochs=")
         self._check_prepared(guards)
         assert training.model is not None
         try:
-            stream = feed.open(dataset, global_batch, micro_batch, shuffle, collate_fn)
+            stream = feed.open(dataset, global_batch, micro_batch, shuffle, collate_fn, halvings)
         except TooManyRanks as e:
             self._announce(feed.identity(training.model, self.reduce))
             self._shrink(e)
@@ -513,7 +513,7 @@ class Session:
                 "guards do not see the gradients of a loop with run.safe_point: wanted run.steps, "
                 "run.loader or transformers; leave out guards= and --guards"
             )
-        self._work.feed.shrinking.refuse("run.safe_point")
+        self._work.shrinking.refuse("run.safe_point")
         self._setup.settle()
         self._hands.resume()
         self._safe = SafePoint(self._run.step, time.perf_counter())

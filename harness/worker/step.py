@@ -18,7 +18,7 @@ from harness.core.batch import Batching, digest, sample_hash, seed_for
 from harness.core.world import BadInput, HarnessError
 from harness.node.heartbeat import WorkerPhase
 from harness.node.marks import Want
-from harness.worker.batches.feed import Feed
+from harness.worker.batches.feed import Feed, Shrinking
 from harness.worker.batches.loader import MicroBatch, seed_everything, to_device
 from harness.worker.gradients.parallel import Replicated, Sharded, Single
 from harness.worker.process_group import Peers
@@ -247,6 +247,7 @@ class Work:
     snapshotter: Snapshotter
     votes: Votes
     timer: PhaseTimer
+    shrinking: Shrinking
 
     @property
     def batching(self) -> Batching:

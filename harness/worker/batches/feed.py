@@ -131,7 +131,7 @@ class Shrinking:
 class Feed:
     """A run's data and the plan of who reads it. `batching`: None until `steps` is called.
     `stream`: for data that can be read in order only. `processes`: the number of processes on this
-    node that read. `meet`: see `DataPeers.meet`. `shrinking`: whether micro-batches are halved."""
+    node that read. `meet`: see `DataPeers.meet`."""
 
     plan: Plan
 
@@ -142,9 +142,7 @@ class Feed:
         speeds: list[float] | None,
         processes: int = 1,
         meet: Callable[[Any, bool], None] = lambda dataset, once: None,
-        shrinking: Shrinking = Shrinking(),
     ):
-        self.shrinking = shrinking
         self._peers, self.seed, self._processes, self._meet = peers, seed, processes, meet
         self._speeds = speeds if speeds and len(set(speeds)) > 1 else None
         self.batching: Batching | None = None
@@ -154,6 +152,9 @@ class Feed:
         self._dataset: Any = None
         self._read: Any = None  # the same once reading begins, or what the script's own loop reads
         self._collate: Collate | None = None
+        # items are hashed as they are read: a stream's, or those of a dataset that knows their
+        # hashes
+        self.has_contents = False
         # entries of run.json about a foreign loop; None: the steps are ours
         self._foreign: dict[str, Any] | None = None
         self.first_ranks = 0  # as in facts.SessionStarted
@@ -165,9 +166,10 @@ class Feed:
         micro_batch: int,
         shuffle: bool | str | Blocks,
         collate: Collate | None,
+        halvings: int = 0,
     ) -> Stream | None:
         """Plan which rank reads what. Return a stream if one was begun, whose place is part of the
-        state, else None. Raises BadInput, TooManyRanks."""
+        state, else None. `halvings`: of the micro-batch. Raises BadInput, TooManyRanks."""
         mapped = is_map_style(dataset)
         refuse_a_part(dataset, self._peers.world)
         agree_on_exclusions(dataset, self._peers)
@@ -182,19 +184,14 @@ class Feed:
             samples, global_batch, micro_batch, self.seed, mapped and bool(shuffle)
         )
         asked = replace(in_batches, order=_order_of(dataset, in_batches, shuffle))
-        self.batching = asked.halved(self.shrinking.times)
+        self.batching = asked.halved(halvings)
         self.plan = self.shared_out(self.batching.micro_batches)
         opened = None
         if not mapped and (self.stream is None or self.stream.dataset is not dataset):
             opened = Stream(dataset, self.batching, self.plan, self._peers.rank, collate)
             self.stream = opened
+        self.has_contents = self.stream is not None or has_contents(dataset)
         return opened
-
-    @property
-    def has_contents(self) -> bool:
-        """True if items are hashed as they are read: a stream's, or those of a dataset that knows
-        their hashes."""
-        return self.stream is not None or has_contents(self._dataset)
 
     def open_foreign(
         self, micro_batches: int, micro_batch: int, seed: int, foreign: dict[str, Any]
@@ -202,6 +199,7 @@ class Feed:
         """Plan the micro-batches of a foreign trainer, which reads the data itself, in the order
         that `foreign` describes. Raises TooManyRanks."""
         self._dataset, self._foreign, self.seed = None, foreign, seed
+        self.has_contents = self.stream is not None
         self.batching = Batching(MAX_SAMPLES, micro_batches * micro_batch, micro_batch, seed, False)
         self.plan = self.shared_out(micro_batches)
 
