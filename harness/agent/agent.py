@@ -550,7 +550,8 @@ class Agent:
         if self._node.grace_over(now):
             return self._abandon(f"the grace after {self._node.leaving} is over")
         if hung := self._workers.find_hung(now):
-            self._feed(node_state.WorkersHung(any(w.guilty for w in hung)))
+            # a mismatch is the script's fault, as an exception of it
+            self._feed(node_state.WorkersHung(any(w.guilty and not w.mismatched for w in hung)))
             return self._leave(self._end_workers())
         if not self._node.leaving and (late := why_overdue(stay, self.config.leaving.grace_s, now)):
             return self._abandon(late, RESIZE)
@@ -638,7 +639,9 @@ class Agent:
 
     # ---- the end of a generation -----------------------------------------------------------------
     def _end_workers(self) -> list[int]:
-        """End our workers, keep their flight dumps, and return their exit codes."""
+        """End our workers, keep where they stood, and return their exit codes."""
+        for seen in self._workers.stacks():
+            self.journal.record(seen)
         if stuck := self._workers.end(self._part_s(KILL_S)):
             why = "did not end by SIGKILL: it hangs in the kernel, most likely in a driver"
             self._feed(node_state.FoundUnfit(f"{stuck[0]} {why}"))

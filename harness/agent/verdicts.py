@@ -68,6 +68,8 @@ LOST_WORDS = (
     "EADDRINUSE",
     "Application timeout",
 )
+# error of workers that wait in different collectives: the script's own, though we kill them
+MISMATCH = "CollectiveMismatch"
 SCRIPT = ("the script", "Mend the script")  # what failed in a crash loop, and what to do
 LESS = (
     "use a smaller micro_batch (with run.steps, --set oom=halve does so by itself), or nodes with "
@@ -215,6 +217,8 @@ class Evidence:
         worker = self.culprit
         if worker is None:
             return ""
+        if worker.error == MISMATCH:  # where the usual ranks wait may differ
+            return f"{worker.error}: {worker.text.partition(';')[0][:300]}"
         # what memory held differs each time
         alone = worker.code < 0 or worker.error in MEMORY_RAN_OUT
         return worker.error if alone else f"{worker.error}: {worker.text[:300]}"

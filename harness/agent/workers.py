@@ -19,18 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from harness.agent import flight_recorder
+from harness.agent import flight_recorder, worker_stacks
 from harness.agent.oom_killer import OomKiller
 from harness.agent.run_orders import LOOK_EVERY_S
-from harness.agent.verdicts import WorkerEnd
+from harness.agent.verdicts import MISMATCH, WorkerEnd
 from harness.bucket.layout import NO_EPOCH, Epoch
-from harness.core.facts import OOM_KILLED, Fact, WorkerHung
+from harness.core.facts import OOM_KILLED, Fact, StackSeen, WorkerHung
 from harness.core.masking import masked_line
 from harness.core.mesh import MeshChoice
 from harness.node import heartbeat, marks
 from harness.node.compile_cache import compile_cache
 from harness.node.forkserver import CLOSE_S, Forked, ForkServerClient
-from harness.node.heartbeat import DUMP_SIGNAL
 from harness.node.marks import Want
 from harness.node.worker_gpus import NodeHardware
 from harness.uploader.node_tiers import NearbyConfig
@@ -141,7 +140,6 @@ KILL_S = 20.0
 READ_S = 2.0  # for the last output of a worker that has ended
 FORKED_WITHIN_S = 20.0  # a warm process that has not forked a worker by then hangs
 IMPORTED_WITHIN_S = 60.0  # ... or one that has been begun anew, and still imports
-DUMP_S = 1.0  # for a hung worker to write its stacks
 # what torch's DataLoader says when one of its processes got SIGKILL
 LOADER_KILLED = "is killed by signal: Killed"
 
@@ -156,8 +154,10 @@ class Worker:
     reader: threading.Thread  # of its output
     ordered_s: float  # when its fork was ordered
     oom_killer: OomKiller
+    stacks: Path  # it writes them there on request
     hung: str = ""  # how it hung, in words; "": it did not
     guilty: bool = False  # it caused the hang; otherwise it was waiting for others
+    mismatched: bool = False  # ranks waited in different collectives, which is no fault of the node
     ended_by_us: bool = False  # we ended it while it was still at work
 
     @property
@@ -194,7 +194,7 @@ class Worker:
         """Return (type, text) of its failure, from its error file, else from its exit code."""
         code = self.code
         if self.hung:
-            return "Hung", self.hung
+            return MISMATCH if self.mismatched else "Hung", self.hung
         with contextlib.suppress(OSError, ValueError, KeyError):
             message = json.loads(self.error_file.read_text())["message"]
             error, text = str(message["type"]), masked_line(str(message["text"]))
@@ -220,6 +220,7 @@ class Workers:
         self._epoch: Epoch = NO_EPOCH
         self._warm: ForkServerClient | None = None
         self._cold_s = -float("inf")  # when it last imported still
+        self._questions = worker_stacks.StackQuestions()
         self.all: list[Worker] = []
         self._oom_killer = OomKiller()
 
@@ -267,14 +268,17 @@ class Workers:
         """Start all of this node's workers of a generation. `patience`: see
         `heartbeat.WorkerHeartbeat`."""
         self.warm_up()
-        self._epoch = epoch
+        self._epoch, self._questions = epoch, worker_stacks.StackQuestions()
         self._oom_killer.begin()
+        usual_s = max((w.pulse.step_s for w in self.all), default=0.0)
         self.all = [
-            self._start(rank, local_rank, stage, patience)
+            self._start(rank, local_rank, stage, patience, usual_s)
             for local_rank, rank in enumerate(epoch.ranks(self._member))
         ]
 
-    def _start(self, rank: int, local_rank: int, stage: Path, patience: float) -> Worker:
+    def _start(
+        self, rank: int, local_rank: int, stage: Path, patience: float, usual_s: float
+    ) -> Worker:
         sign = self._sign(local_rank)
         error_file = self._config.node_dir / f"error-{secrets.token_hex(4)}.json"
         env = {
@@ -287,12 +291,16 @@ class Workers:
             {"env": {k: str(v) for k, v in env.items()}, "argv": self._config.argv}
         )
         limits = self._config.fitness.hang
-        pulse = heartbeat.WorkerHeartbeat(sign, limits, patience, since_s=time.monotonic())
+        began_s = time.monotonic()
+        pulse = heartbeat.WorkerHeartbeat(sign, limits, patience, usual_s, since_s=began_s)
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         reader = threading.Thread(target=_read, args=(rank, out, tail), daemon=True)
         reader.start()
-        began_s = pulse.since_s
-        return Worker(process, error_file, rank, pulse, tail, reader, began_s, self._oom_killer)
+        stacks = heartbeat.stacks_file(self._config.node_dir, local_rank)
+        return Worker(
+            *(process, error_file, rank, pulse, tail, reader, pulse.since_s),
+            *(self._oom_killer, stacks),
+        )
 
     def _environment(self, rank: int, local_rank: int) -> dict[str, object]:
         """Return the variables that torchrun would set for a worker, and those of a session."""
@@ -380,7 +388,8 @@ class Workers:
                 worker.process.send_signal(getattr(signal, f"SIG{name.removeprefix('SIG')}"))
 
     def find_hung(self, now: float) -> list[Worker]:
-        """Return workers without a heartbeat for too long, and make them write their stacks."""
+        """Return workers without a heartbeat for too long, or that wait in different collectives;
+        record them, and let their stacks be logged."""
         hung: list[Worker] = []
         for worker in self.all:
             if worker.process.poll() is not None:
@@ -388,24 +397,43 @@ class Workers:
             worker.pulse.look(now)
             state = (
                 heartbeat.process_state(worker.process.pid)
-                if now - worker.pulse.since_s > worker.pulse.bound_s(stopped=True)
+                if now - worker.pulse.since_s > worker.pulse.sure_s
                 else ""
             )
             if what := worker.pulse.hung(now, state) or self._unforked(worker, now):
-                worker.hung = what
+                worker.hung, worker.guilty = what, not worker.pulse.waits(state)
                 hung.append(worker)
-                self._report_hung(worker, now, state)
+        still = self._questions.turn(self.all, now)
         if hung:
-            folder = self._config.node_dir
-            asked = flight_recorder.ask_ranks(
-                folder, [w.rank for w in self.all if w.process.poll() is None]
-            )
-            deadline_s = time.monotonic() + DUMP_S
-            # a stopped worker writes nothing, so the wait is limited
-            while time.monotonic() < deadline_s:
-                time.sleep(0.1)
-            flight_recorder.wait(folder, asked)
+            self._ask_all(now)
+        if (hung or still) and (found := self._mismatch()):
+            hung = list(self.all)
+            for worker in hung:
+                worker.hung, worker.mismatched = found.what, True
+                worker.guilty = worker.rank in found.odd
+        for worker in hung:
+            self._report_hung(worker, now)
         return hung
+
+    def _ask_all(self, now: float) -> None:
+        """Ask for all workers' stacks and last collectives, and wait for the answers, as this
+        generation has ended. A stopped worker gives none."""
+        at_work = [w.rank for w in self.all if w.process.poll() is None]
+        asked = flight_recorder.ask_ranks(self._config.node_dir, at_work)
+        self._questions.ask(self.all)
+        time.sleep(worker_stacks.ANSWER_S)
+        flight_recorder.wait(self._config.node_dir, asked)
+        self._questions.read(self.all, now)
+
+    def _mismatch(self) -> worker_stacks.Mismatch | None:
+        """Return how ranks wait in different collectives. Only if all ranks are ours: where those
+        of other nodes stand is not known here."""
+        stacks = self._questions.answers.stacks
+        return worker_stacks.mismatch(stacks) if len(stacks) == self._epoch.world else None
+
+    def stacks(self) -> list[StackSeen]:
+        """Return where workers stood when they were last asked, unless they went on since."""
+        return self._questions.seen(self._member, self._epoch.epoch, self.all)
 
     def _unforked(self, worker: Worker, now: float) -> str:
         if worker.process.pid:
@@ -418,10 +446,12 @@ class Workers:
             return ""
         return f"not forked for {within_s:.0f} s: the warm process hangs"
 
-    def _report_hung(self, worker: Worker, now: float, state: str) -> None:
-        pulse = worker.pulse
-        sign = pulse.sign or heartbeat.Sign(0, 0, heartbeat.WorkerPhase.START)
-        worker.guilty = not pulse.waits(state)
+    def _report_hung(self, worker: Worker, now: float) -> None:
+        """Record the hang, and say where the worker stands: all its threads' stacks."""
+        sign = worker.pulse.sign or heartbeat.Sign(0, 0, heartbeat.WorkerPhase.START)
+        stand = self._questions.answers.stacks.get(worker.rank)
+        if stand and stand.collective and not worker.mismatched:
+            worker.hung += f"; it waits in {stand.collective}"
         self._record(
             WorkerHung(
                 self._member,
@@ -429,19 +459,14 @@ class Workers:
                 worker.rank,
                 sign.step,
                 sign.place.name.lower(),
-                now - pulse.since_s,
+                now - worker.pulse.since_s,
                 worker.guilty,
                 worker.hung,
             )
         )
-        print(
-            f"harness run: rank {worker.rank} hangs: {worker.hung}; it is asked for its stacks, "
-            "then ended",
-            flush=True,
-        )
-        if state != "T":
-            with contextlib.suppress(ProcessLookupError):
-                worker.process.send_signal(DUMP_SIGNAL)
+        print(f"harness run: rank {worker.rank} hangs: {worker.hung}; its stacks:", flush=True)
+        for line in worker_stacks.text_of(worker).splitlines():
+            _log(worker.rank, line, worker.tail)
 
     # ---- end -------------------------------------------------------------------------------------
     def end(self, within_s: float = KILL_S) -> list[str]:
@@ -471,6 +496,10 @@ class Workers:
 def _read(rank: int, stream: IO[bytes], tail: deque[str]) -> None:
     with stream:
         for raw in stream:
-            line = masked_line(raw.decode(errors="replace").rstrip("\n"))
-            tail.append(line)
-            print(f"[{rank}] {line}", flush=True)
+            _log(rank, raw.decode(errors="replace").rstrip("\n"), tail)
+
+
+def _log(rank: int, text: str, tail: deque[str]) -> None:
+    line = masked_line(text)
+    tail.append(line)
+    print(f"[{rank}] {line}", flush=True)

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import psutil
 
+from harness.agent.worker_stacks import parse
 from harness.bucket.archive import read_facts
 from harness.bucket.journal import read_records
 from harness.bucket.layout import IDENTITY, MEMBERS, Identity
@@ -249,18 +250,17 @@ class Course:
     def stacks(self) -> tuple[str, ...]:
         """Return the places of the ranks, each FILE:LINE of the script's own code, as far as
         known."""
-        before = {node.number: len(self.log(node)) for node in self.nodes}
+        files = [file for node in self.nodes for file in sorted(node.folder.glob("stacks-*"))]
+        for file in files:
+            os.truncate(file, 0)
         for node in self.nodes:
             send_signal(node.workers(), DUMP_SIGNAL)
         time.sleep(DUMP_S)
-        own = self._own()
-        found: dict[int, str] = {}
-        for node in self.nodes:
-            said = self.log(node)[before[node.number] :]
-            for rank, file, line in re.findall(r'\[(\d+)\]\s+File "([^"]+)", line (\d+) in', said):
-                if own.file(file):
-                    found.setdefault(int(rank), f"{file}:{line}")
-        return tuple(dict.fromkeys(found[rank] for rank in sorted(found)))
+        own, found = self._own(), []
+        for file in files:
+            frames = parse(file.read_text(errors="replace")).frames
+            found += [f"{f.file}:{f.line}" for f in frames if own.file(f.file)][:1]
+        return tuple(dict.fromkeys(found))
 
     def log(self, node: Drilled) -> str:
         return (self.folder / f"node{node.number}.log").read_text(errors="replace")

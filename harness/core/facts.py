@@ -251,6 +251,20 @@ class WorkerHung(Fact):
 
 
 @dataclass(frozen=True)
+class StackSeen(Fact):
+    """The stack of a silent worker's main thread, before its generation ended. `collective`: the
+    one that it waited in, and the line that called it; "": none. `frames`: the innermost calls
+    first, each FILE:LINE FUNCTION."""
+
+    member: str
+    epoch: int
+    rank: int
+    step: int
+    collective: str
+    frames: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class GraceSpent(Fact):
     """A notice's deadline has come and the workers have not left: the steps after `committed_step`
     will be lost, those up to it are safe."""

@@ -300,7 +300,7 @@ def plain_environment() -> dict[str, str]:
     return base | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
 
-def send_signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+def send_signal(processes: Iterable[psutil.Process], number: int) -> None:
     for p in processes:
         with contextlib.suppress(psutil.Error):
             p.send_signal(number)

@@ -37,11 +37,13 @@ from harness.core.facts import OUT_OF_MEMORY
 from harness.core.masking import learn, masked_deep
 from harness.core.world import BadInput
 from harness.node.heartbeat import (
+    APPENDS,
     DUMP_SIGNAL,
     MESSAGE_NBYTES,
     die_with_parent,
     name_process,
     process_state,
+    stacks_file,
 )
 from harness.node.marks import ATTACHED, UNADOPTED
 from harness.node.worker_gpus import ONE_GPU, OWN_GPU, UNTOUCHED
@@ -399,6 +401,7 @@ def become_worker(order: dict[str, Any], out: int) -> NoReturn:
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.close(out)
+    dump_to_file(order)
     name_process(f"rank-{order['env'].get('RANK', '')}")
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     # a preloaded module has initialized CUDA, which does not survive a fork: start a new process
@@ -414,13 +417,24 @@ def become_worker(order: dict[str, Any], out: int) -> NoReturn:
     leave(exit_code(order))
 
 
+def dump_to_file(order: dict[str, Any]) -> None:
+    """Let this worker's stacks go to a file of the node's folder, for the agent, which asks for
+    them more often than anybody wants to read them. On a full disk they go to the log."""
+    mark, local_rank = order["env"].get("HARNESS_MARK"), order["env"].get("LOCAL_RANK", "0")
+    file = 2
+    if mark:
+        with contextlib.suppress(OSError):
+            file = os.open(stacks_file(Path(mark).parent, int(local_rank)), APPENDS, 0o600)
+    faulthandler.register(DUMP_SIGNAL, file, all_threads=True)
+
+
 def main() -> None:
     if sys.argv[1] != "-":
         serve(int(sys.argv[1]))
         return
     die_with_parent()
-    faulthandler.register(DUMP_SIGNAL, all_threads=True)
     order = json.loads(sys.stdin.readline())
+    dump_to_file(order)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     leave(exit_code(order))
 

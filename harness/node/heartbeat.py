@@ -21,6 +21,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 # Conventions between the processes of one machine: death with the parent, names, signals, output.
@@ -30,7 +31,8 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 # loaded here: a freshly forked child must not import or allocate much
 LIBC = ctypes.CDLL(None, use_errno=True)
 MESSAGE_NBYTES = 1 << 20
-DUMP_SIGNAL = signal.SIGUSR2  # the agent sends it to get a hung worker's stack
+# The agent sends it to get a silent worker's stacks. Scripts use SIGUSR1 and SIGUSR2 themselves.
+DUMP_SIGNAL: int = signal.SIGRTMIN + 2 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -51,6 +53,11 @@ def name_process(name: str) -> None:
     """Set the name that `top` and `ps -o comm` show."""
     with contextlib.suppress(OSError, AttributeError):
         LIBC.prctl(PR_SET_NAME, name.encode()[:15])
+
+
+def stacks_file(folder: Path, local_rank: int) -> Path:
+    """Return the file that a worker appends its stacks to at `DUMP_SIGNAL`."""
+    return folder / f"stacks-{local_rank}.txt"
 
 
 class _LossyOutput(io.RawIOBase):
@@ -88,9 +95,12 @@ def tolerate_full_logs() -> None:
 
 
 WRITES = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+APPENDS = WRITES | os.O_APPEND
 LAYOUT = struct.Struct("<qqqd")  # beats, step, place, time at which the step was recorded
 REMEMBERED_STEPS = 50
 FACTOR = 10.0  # a step may take this many times as long as the slowest remembered one
+# a worker of which is known that it does no slow work may be silent for so many steps
+SURE_STEPS, SURE_S = 3.0, 5.0  # ... and at least for so long
 
 
 class WorkerPhase(IntEnum):
@@ -175,6 +185,16 @@ def process_state(pid: int) -> str:
         return ""
 
 
+def cpu_s(pid: int) -> float:
+    """Return the CPU time that all threads of the process have used; 0.0 where /proc does not show
+    it."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):
+        return 0.0
+
+
 def handles(pid: int, number: int) -> bool:
     """Return whether the process has a handler for the signal, which else would kill it."""
     try:
@@ -189,12 +209,13 @@ def handles(pid: int, number: int) -> bool:
 class Limits:
     """Timeouts of a worker's heartbeat. `hang_after_s` None: ten times the slowest of the last
     steps, and at least `floor_s`, since a validation between two steps is silent as well; for a
-    worker that waits for others at least `wait_s`, so that their agents can act first."""
+    worker that waits for others at least `wait_s`, so that their agents can act first. Where slow
+    work cannot be the reason: `stopped_s`, or less once steps' times are known."""
 
     hang_after_s: float | None = None
     floor_s: float = 300.0
     wait_s: float = 900.0
-    stopped_s: float = 60.0  # stopped by a signal: slow work cannot be the reason
+    stopped_s: float = 60.0  # stopped by a signal, or in a collective that others did not enter
     start_s: float = 1800.0  # start, resuming and the first two steps (which may compile)
     save_s: float = 900.0  # staging, waiting for a commit, leaving; a commit has its own timeout
 
@@ -203,11 +224,13 @@ class Limits:
 class WorkerHeartbeat:
     """The node agent's view of one worker. All times are on the agent's monotonic clock.
     `patience`: factor on `floor_s` while the worker computes; the agent doubles it for each hang
-    that it found before, so that slow work is not taken for a hang repeatedly."""
+    that it found before, so that slow work is not taken for a hang repeatedly. `usual_s`: how long
+    steps took in the node's last generation (0: not known), until this one knows better."""
 
     path: Path
     limits: Limits
     patience: float = 1.0
+    usual_s: float = 0.0
     sign: Sign | None = None
     since_s: float = 0.0  # when the sign last changed
     _step_s: float | None = None  # when the step last changed
@@ -235,12 +258,26 @@ class WorkerHeartbeat:
         step's time is known."""
         return self._step_s + self._steps[-1] if self._steps and self._step_s is not None else None
 
+    @property
+    def step_s(self) -> float:
+        """The usual time of a step in seconds; 0.0: not known."""
+        return median(self._steps) if len(self._steps) > 1 else self.usual_s
+
+    @property
+    def sure_s(self) -> float:
+        """The timeout of a silence in seconds where slow work cannot be the reason."""
+        if self.limits.hang_after_s is not None:
+            return self.limits.hang_after_s
+        step_s = self.step_s
+        known_s = max(SURE_S, SURE_STEPS * step_s) if step_s else self.limits.stopped_s
+        return min(self.limits.stopped_s, known_s)
+
     def bound_s(self, stopped: bool = False) -> float:
         """Return the timeout of the current silence in seconds. `stopped`: the worker is stopped by
         a signal, so slow work cannot be the reason."""
         known = self.limits.hang_after_s
         if stopped:
-            return self.limits.stopped_s if known is None else known
+            return self.sure_s
         if self.sign is None or self.sign.place in (WorkerPhase.START, WorkerPhase.RESTORE):
             return self.limits.start_s
         if self.sign.place in (WorkerPhase.STAGING, *WAITS_FOR_SNAPSHOTS, WorkerPhase.ENDED):

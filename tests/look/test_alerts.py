@@ -78,6 +78,7 @@ HARMLESS = {
     f.SessionEnded: "rank 0 left on purpose; why has a rule where it hurts",
     f.StepsTimed: "a measurement; slower steps have a rule",
     f.ProfileTaken: "somebody asked for it",
+    f.StackSeen: "where silent workers stood; a hang has a rule",
     f.Validated: "a measurement",
 }
 

@@ -29,6 +29,7 @@ MOMENTS = {
     "notice": "notice",
     "cancelled": "notice taken back",
     "trouble": "trouble",
+    "stack": "stack",
     "decided": "decision",
     "staged": "snapshot staged",
     "committed": "snapshot committed",

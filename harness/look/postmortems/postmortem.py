@@ -23,6 +23,7 @@ from harness.core.facts import (
     RunAsked,
     SnapshotCommitted,
     SnapshotFailed,
+    StackSeen,
     Stamped,
     Warned,
     WorkerFailed,
@@ -359,7 +360,12 @@ class _Teller:
         for t, hung in self.told.of_epoch(epoch, WorkerHung):
             node = self.nodes.name(hung.member)
             text = f"rank {hung.rank} silent for {hung.silent_s:.1f} s in {hung.place}"
-            yield Moment("trouble", t, node, text + ("" if hung.guilty else " (waits for others)"))
+            more = f": {hung.what}" if hung.guilty else " (waits for others)"
+            yield Moment("trouble", t, node, text + more)
+        for t, stack in self.told.of_epoch(epoch, StackSeen):
+            where = f"rank {stack.rank} waits in {stack.collective or 'no collective'}"
+            text = f"{where}: {' < '.join(stack.frames)}"
+            yield Moment("stack", t, self.nodes.name(stack.member), text)
         for t, failed in self.told.of_epoch(epoch, WorkerFailed):
             node = self.nodes.name(failed.member)
             yield Moment("trouble", t, node, f"rank {failed.rank}: {failed.error} {failed.message}")

@@ -31,6 +31,7 @@ from storage.terminal_text import plain
 
 COLUMNS = 60  # width of a lane
 SMALLEST_USD = 5e-5  # smaller amounts are shown as 0, without a sign
+LETTERS = {"stack": 3000}  # of a moment that are shown; of others: 300
 STYLES = {
     "notice": "yellow",
     "trouble": "red",
@@ -181,7 +182,7 @@ def _moments(one: Interruption) -> Table:
             offset(m.t - one.begun_s),
             f"node {plain(m.node)}" if m.node else "",
             Text(MOMENTS[m.what], style=STYLES.get(m.what, "")),
-            Text(plain(m.text[:200]), style="dim"),
+            Text(plain(m.text[: LETTERS.get(m.what, 300)]), style="dim"),
         )
     return table
 

@@ -30,6 +30,7 @@ from harness.core.facts import (
     SessionStarted,
     SnapshotCommitted,
     SnapshotQuarantined,
+    StackSeen,
     Stamped,
     StepDone,
     StepsTimed,
@@ -247,6 +248,9 @@ class _Judge:
         if hung:
             t, one = hung[0]
             cause = f"rank {one.rank} on {name([one.member])} hung in {one.place}"
+            stacks = self.told.of_epoch(self.row.epoch, StackSeen)
+            calls = [s.collective for _, s in stacks if s.rank == one.rank and s.collective]
+            cause += f", in {calls[0]}" if calls else ""
             return self.made("hang", cause, t, [one.member])
         if vanished:
             cause = f"{name(vanished)} gone without notice"

@@ -83,6 +83,7 @@ class SimWorker:
     failed_s: float = float("inf")
     hung: str = ""
     guilty: bool = False
+    mismatched: bool = False
     ended_by_us: bool = False
     stuck: bool = False  # it hangs
     began: bool = False  # it has a session
@@ -245,6 +246,9 @@ class SimPool:
         self._kill()
         for worker in self.all:
             worker.pulse.look(self._node.sim.kernel.now_s)
+        return []
+
+    def stacks(self) -> list[Fact]:
         return []
 
     def flights(self) -> list[FlightDump]:
