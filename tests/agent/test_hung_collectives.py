@@ -26,6 +26,7 @@ from harness.core.facts import (
 from harness.core.world import STOPPED
 from harness.node.heartbeat import SURE_S, Limits, ProgressFile, WorkerHeartbeat, WorkerPhase
 from storage.stores.store_urls import open_store
+from support.nodes import Nodes
 from support.outside import environment, said_of, start, train_begin, until
 
 # ---- where a rank stands -------------------------------------------------------------------------
@@ -233,6 +234,28 @@ def test_a_collective_that_not_all_ranks_enter_stops_the_run_and_is_named(
     for rank in range(ranks):
         assert f"rank {rank} waits in {stacks[rank].collective}: " in told, told
     assert f"script.py:{LINE} <module>" in told, told
+
+
+ON_ONE_NODE = f"""{TRAINS}{LOOP.replace("TOTAL", "4000")}
+    if run.world == 2 and run.rank == 0:
+        dist.all_reduce(torch.ones(3), group=group)
+"""
+
+
+@pytest.mark.proof
+def test_each_node_of_a_world_tells_where_its_ranks_stand(nodes: Nodes, tmp_path: Path):
+    """Neither knows of the other, so none is to blame the script; the record has both."""
+    (tmp_path / "script.py").write_text(ON_ONE_NODE)
+    for _ in range(2):
+        nodes.start(script=tmp_path / "script.py", agent=("--set", "hang_after_s=6"))
+    nodes.until(lambda: {s.rank for s in nodes.facts(StackSeen)} == {0, 1})
+    stacks = {s.rank: s for s in nodes.facts(StackSeen)}
+    assert stacks[0].member != stacks[1].member
+    assert stacks[0].collective == f"all_reduce (script.py:{LINE})"
+    assert stacks[1].collective.startswith("the harness's ")
+    hung = nodes.facts(WorkerHung)
+    assert hung and all("it waits in " in h.what for h in hung)
+    assert "CollectiveMismatch" not in {f.error for f in nodes.facts(WorkerFailed)}
 
 
 @pytest.mark.proof
