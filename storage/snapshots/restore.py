@@ -115,6 +115,7 @@ class Restore:
             tell,
             on_bad,
         )
+        self._orders: list[RewindOrder] = []
         self._passed: dict[Ref, str] = {}  # snapshots that this restore judged bad, and why
         # bad by this host's report alone; marks carry it over to the next restore
         self._alone: list[Ref] = []
@@ -168,8 +169,7 @@ class Restore:
         Raises Rewind, StoreUnavailable.
         """
         committed, doomed, since = self._committed()
-        if since:
-            committed -= left_behind(committed, rewinds(self.snapshots.store))
+        committed -= left_behind(committed, self._orders)
         marked = self.snapshots.quarantined() | self._passed.keys()
         usable = committed - marked
         newest = self.newest_of(usable)
@@ -193,7 +193,8 @@ class Restore:
 
     def _committed(self) -> tuple[set[Ref], set[Ref], int]:
         """Return the snapshots that are committed and not doomed, the doomed, and the generation
-        since which older ones may be left behind (0: none).
+        since which older ones may all be left behind (0: none): a person's leave allows that, and
+        guards that found no snapshot to go back to.
 
         The listing is requested again if it is empty or lacks what was seen. Raises
         StoreUnavailable.
@@ -204,7 +205,9 @@ class Restore:
                 self.looks.sleep(pause_s)
                 snapshots = Snapshots(self.looks.reopen(), self.snapshots.chunk_nbytes)
             committed, doomed = snapshots.manifests()
-            lacking, since = "", rewind_allowed(snapshots.store)
+            self._orders, lacking = rewinds(snapshots.store), ""
+            anew = [one.epoch for one in self._orders if not (one.why and one.step)]
+            since = max(anew, default=0)
             recorded = 0 if committed else _recorded(snapshots.store)
             if not committed and self.must_list and not snapshots.store.list(self.must_list):
                 lacking = f"{self.must_list}, which is there"

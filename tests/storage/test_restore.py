@@ -20,7 +20,15 @@ from storage import (
     StoreError,
     StoreUnavailable,
 )
-from storage.snapshots.restore import PAUSES_S, ReadRetries, Restore, Rewind
+from storage.snapshots.restore import (
+    PAUSES_S,
+    ReadRetries,
+    Restore,
+    Rewind,
+    RewindOrder,
+    order_rewind,
+)
+from storage.snapshots.snapshot_keys import manifest_key
 from storage.testing.faulty_store import corrupt
 
 # key, what is stored, the reader's clock in seconds -> what is read; may raise
@@ -413,6 +421,31 @@ def test_a_new_epoch_that_began_anew_is_refused_while_the_work_is_there() -> Non
     ):
         resume(snapshots)
     assert resume(snapshots, allow_rewind=True) == Ref(2, 30)
+
+
+def test_after_guards_went_back_losing_all_is_still_refused() -> None:
+    """An order of guards is no person's leave to lose more than it says."""
+    snapshots = bucket(20, 40, 60)
+    snapshots.store.put("samples/0000000021-0000000040-abc.jsonl", b"")
+    order_rewind(snapshots.store, RewindOrder(2, 20, 60, "a spike", 41, 62))
+    assert resume(snapshots) == Ref(1, 20)
+    snapshots.store.delete(manifest_key(Ref(1, 20)))
+    with pytest.raises(Rewind, match="would go on from step 0"):
+        resume(snapshots)
+    blind = bucket(20)
+    order_rewind(blind.store, RewindOrder(2, 20, 60, "a spike", 41, 62))
+    blind.store.put("samples/0000000021-0000000040-abc.jsonl", b"")
+    assert choose_blind(blind, "snapshots/", WAIT_S - 0.1) == Ref(1, 20)
+    with pytest.raises(StoreError, match=r"lacks|lists none of its snapshots"):
+        choose_blind(blind, "snapshots/", 1e9)
+
+
+def test_guards_that_found_no_snapshot_begin_anew() -> None:
+    snapshots = bucket(40, 60)
+    order_rewind(snapshots.store, RewindOrder(2, 0, 60, "a spike", 1, 62))
+    assert resume(snapshots) is None
+    bucket(30, epoch=2, store=snapshots.store)
+    assert resume(snapshots) == Ref(2, 30)
 
 
 def test_what_writers_of_an_older_epoch_leave_ahead_is_no_rewind() -> None:
