@@ -17,6 +17,7 @@ import torch
 from harness.core.facts import GuardTripped
 from harness.core.world import BadInput
 from harness.guards.guard_rules import Guards
+from storage.errors import StoreUnavailable
 from storage.snapshots.restore import RewindOrder, left_behind, order_rewind, rewinds
 from storage.snapshots.retention import lineage
 from storage.snapshots.snapshots import Snapshots
@@ -27,13 +28,27 @@ if TYPE_CHECKING:
 WENT_BACK = "went back to step"  # of GuardTripped, with the number
 
 
+LEASE = "rewind"  # on the snapshot that the run goes back to
+LOOKS = 3  # for one that is not being pruned
+
+
 def snapshot_before(snapshots: Snapshots, step: int, orders: Sequence[RewindOrder]) -> int:
     """Return the step of the newest usable snapshot that is not after `step`; else that of the
-    oldest one; 0: there is none. Raises StoreError."""
-    committed, doomed = snapshots.manifests()
-    usable = committed - doomed - snapshots.quarantined()
-    line = [ref.step for ref in lineage(usable - left_behind(usable, orders))]
-    return next((at for at in line if at <= step), min(line, default=0))
+    oldest one; 0: there is none. A prune that is under way, or follows a commit that is, spares it:
+    its lease lasts until a pruner takes it for a dead reader's. Raises StoreError."""
+    for _ in range(LOOKS):
+        committed, doomed = snapshots.manifests()
+        usable = committed - doomed - snapshots.quarantined()
+        line = lineage(usable - left_behind(usable, orders))
+        found = next((ref for ref in line if ref.step <= step), min(line, default=None))
+        if found is None:
+            return 0
+        if snapshots.begin_reading(found, LEASE):
+            return found.step
+    raise StoreUnavailable(
+        f"{snapshots.store.url}: wanted a snapshot to go back to, found {LOOKS} that were pruned "
+        "meanwhile: the next try looks again"
+    )
 
 
 class Rewinds:

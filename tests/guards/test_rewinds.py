@@ -6,7 +6,7 @@ import pytest
 
 from harness.core.facts import EpochStarted, GuardTripped, StepSkipped
 from harness.core.world import RESIZE
-from harness.guards.rewind import WENT_BACK
+from harness.guards.rewind import WENT_BACK, snapshot_before
 from harness.lab.replay import replay
 from harness.look.audit.audit import audit
 from storage.snapshots.manifest import Ref
@@ -18,6 +18,7 @@ from storage.snapshots.restore import (
     order_rewind,
     rewinds,
 )
+from storage.snapshots.retention import Keep
 from storage.snapshots.snapshots import Snapshots
 from storage.stores.store_urls import open_store
 from support.guarded_runs import SCRIPT, SETTINGS, facts, guarded, under_an_agent
@@ -156,6 +157,20 @@ def test_an_order_leaves_snapshots_of_older_generations_behind(tmp_path):
     assert rewinds(store) == [order, RewindOrder(5, 0, 7)]
     refs = {Ref(2, 20), Ref(2, 25), Ref(1, 30), Ref(3, 25), Ref(4, 40)}
     assert left_behind(refs, rewinds(store)) == {Ref(2, 25), Ref(1, 30)}
+
+
+def test_the_snapshot_to_go_back_to_outlasts_a_commit_that_is_under_way(tmp_path):
+    """The run keeps one snapshot, and its next is committed after the order was written."""
+    snapshots = Snapshots(open_store(str(tmp_path)))
+
+    def commit(step):
+        snapshots.write(Ref(1, step), 0, 1, {"a.bin": b"a"}, {}, {"samples": None}, "t")
+        assert snapshots.commit(Ref(1, step), 1)
+
+    commit(20)
+    assert snapshot_before(snapshots, 25, []) == 20
+    commit(30)
+    assert snapshots.prune(Keep(last=1)) == [] and Ref(1, 20) in snapshots.refs()
 
 
 @pytest.mark.parametrize("data", [b"{}", b"[]", b'{"step": "1", "was": 2}', b'{"step": 1, "x": 2}'])
