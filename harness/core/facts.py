@@ -581,11 +581,11 @@ class Warned(Fact):
 
 @dataclass(frozen=True)
 class SessionEnded(Fact):
-    """Rank 0 left the generation on purpose. `step` is committed."""
+    """Rank 0 left the generation on purpose. `step` is committed, except for a rewind."""
 
     epoch: int
     step: int
-    why: str = ""  # "finished" | "drained" | "resize" | "stopped"
+    why: str = ""  # "finished" | "drained" | "resize" | "stopped" | "rewind"
 
 
 # Facts as lines of JSON, chained by hash: writing, reading, and detecting changes.

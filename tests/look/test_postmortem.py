@@ -237,6 +237,13 @@ def test_causes_are_told_apart():
         made.drain("drain", leaving=(2,))
         made.gone(2, end="terminated")
 
+    def rewind(made):
+        made.say(f.SessionEnded(1, 6, "rewind"))
+        made.broke(1, 2, why="resize")
+
+    back = ended(rewind)
+    assert (back.kind, back.cause) == ("rewind", "guards sent the run back from step 7")
+    assert back.losses.steps == 6 and not back.wanted
     found = [ended(hang), ended(crash), ended(health, attempts=(1,))]
     found.append(ended(move, resumed=6, attempts=(1, 3)))
     assert [(one.kind, one.cause) for one in found] == [

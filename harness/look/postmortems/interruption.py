@@ -18,6 +18,7 @@ KINDS = {
     "hang": "a worker gave no sign of life",
     "crash": "a worker failed",
     "quarantine": "a snapshot was bad, so that an older one was used",
+    "rewind": "the loss spiked, and guards went back to an older snapshot",
     "move": "the controller gave nodes back for others",
     "resize": "nodes joined or left, as the run wanted",
 }

@@ -287,6 +287,10 @@ class _Judge:
             what = f"{self.nodes.names(back)} given back"
             more = f" for {self.nodes.names(joined)}" if joined else ""
             return self.made("move", what + more, begun_s, [*back, *joined])
+        ended = self.told.of_epoch(self.row.epoch, SessionEnded)
+        if any(one.why == "rewind" for _, one in ended):
+            cause = f"guards sent the run back from step {ended[0][1].step + 1}"
+            return self.made("rewind", cause, begun_s, [])
         if self.bad_snapshots():
             return self.made("quarantine", "a snapshot could not be used", begun_s, [])
         if not joined and not self.leaving and (found := self.heeded()):
