@@ -9,6 +9,7 @@ have the weights of one without guards.
 from __future__ import annotations
 
 import json
+import math
 import random
 import tempfile
 from collections import Counter
@@ -23,7 +24,7 @@ from storage.stores.store_urls import open_store
 from storage.terminal_text import Console
 from support.guarded_runs import SCRIPT, SETTINGS, comes, facts, guarded, owner
 from support.guarded_trainer import SAMPLES, TOTAL
-from support.worlds import newest, train
+from support.worlds import history, newest, train
 
 KINDS = ("nan", "inf", "poisoned", "spike", "rewind")
 HEALTHY_STEPS = 160  # beyond the warm-up of the default settings
@@ -40,6 +41,18 @@ def scenario(seed: int) -> tuple[str, int, int, str, int]:
     return kind, at, world, dice.choice(("ddp", "fsdp2")), dice.choice([1, 2, 3])
 
 
+def far_above(run: Path) -> list[int]:
+    """Return the steps whose gradient norm is above 20 times the mean of those applied before."""
+    found, applied = [], list[float]()
+    for record in history(run):
+        norm, usual = record.metrics["grad_norm"], applied[-SETTINGS["window"] :]
+        if len(applied) >= SETTINGS["warm_up"] and norm > 20.0 * math.fsum(usual) / len(usual):
+            found.append(record.step)
+        else:
+            applied.append(norm)
+    return found
+
+
 def faulty(seed: int, folder: Path) -> str:
     """Train with a fault; return what was wrong about how it was met, "": nothing."""
     kind, at, world, parallel, other = scenario(seed)
@@ -53,7 +66,11 @@ def faulty(seed: int, folder: Path) -> str:
     if kind == "rewind":
         train(run, world, *flags, script=SCRIPT, codes=(RESIZE,))
     found, _ = guarded(run, world, *flags)
-    wanted = sorted(comes(at)) if kind in ("nan", "inf", "poisoned") else [at]
+    wanted = sorted(comes(at)) if kind in ("nan", "inf") else [at]
+    if kind == "poisoned":  # one that the model gets right by chance has no great gradient
+        wanted = far_above(run)
+        if not set(wanted) <= set(comes(at)):
+            return f"wanted only the steps {sorted(comes(at))} to be far above, found {wanted}"
     if kind == "rewind":
         wanted = list(range(at - LEFT_OUT + 1, at + 1))
     skipped = {one.step: one for one in facts(run, StepSkipped)}
@@ -66,7 +83,8 @@ def faulty(seed: int, folder: Path) -> str:
             if (one.micro_batches, one.ranks) != ((micro,), (who,)) or f" {at}" not in one.samples:
                 return f"step {step}: wanted micro-batch {micro} of rank {who}, found {one}"
     left_out = ",".join(map(str, wanted))
-    calm, _ = guarded(folder / "calm", other, "--leave-out", left_out, "--every", 5)
+    same = ["--poisoned", at] if kind == "poisoned" else []  # some of its steps are applied
+    calm, _ = guarded(folder / "calm", other, "--leave-out", left_out, "--every", 5, *same)
     if found != calm:
         return f"other weights than those of {other} ranks with the same steps left out"
     report = audit(open_store(str(run)))
