@@ -115,8 +115,9 @@ def bisect(
         "HARNESS_GUARDS": json.dumps(asdict(guards or WATCH_ONLY)),
         "HARNESS_STEP_LINES": str(path),
     }
-    orders = [f"{ALLOWED}{one.epoch:06d}.json" for one in rewinds(store) if 0 < one.last < step]
-    copy_snapshot(store, open_store(str(scratch)), manifest, orders)
+    orders = [one for one in rewinds(store) if 0 < one.last < step]
+    keys = [f"{ALLOWED}{one.epoch:06d}.json" for one in orders]
+    copy_snapshot(store, open_store(str(scratch)), manifest, keys)
     execute(scratch, extra, world, argv, timeout_s)
     lines = read_lines(path)
     if [one.step for one in lines] != list(range(start + 1, step + 1)):
@@ -124,10 +125,12 @@ def bisect(
             f"the replay covered steps {[one.step for one in lines]}, wanted {start + 1} to {step}"
         )
     rules = StepRules(guards or Guards())
+    # those that an earlier rewind has left out are known, and have spoiled nothing
+    past = {n for order in orders for n in range(order.first, order.last + 1)}
     for one in done:
-        if one.step <= start and one.grad_norm is not None:
+        if one.step <= start and one.grad_norm is not None and one.step not in past:
             rules.judge(one.step, one.loss, one.grad_norm)
-    line, why = first_bad(rules, lines)
+    line, why = first_bad(rules, [one for one in lines if one.step not in past])
     before = next((one.loss for one in done if one.step == line.step), math.nan)
     micros = stand_out(line)
     ranks = owners(told.shares, len(line.losses))

@@ -73,6 +73,18 @@ def test_a_step_that_is_bad_as_a_whole_blames_no_sample(tmp_path):
     assert "its micro-batches (6) are alike" in said
 
 
+def test_a_spike_that_was_left_out_before_is_not_found_again(tmp_path):
+    run, guards = tmp_path / "run", tmp_path / "guards.yaml"
+    told = {"spike": "rewind", "skip_above": 0.0, "clip_sigmas": 0.0}
+    guards.write_text(json.dumps({**SETTINGS, **told}))
+    flags = ["--guards", guards, "--every", 5, "--spike", f"{SPIKE},{SPIKE + 10}"]
+    for _ in range(2):
+        train(run, 1, *flags, script=SCRIPT, codes=(RESIZE,))
+    found, said = bisected(tmp_path, run, *flags)
+    assert found.first <= SPIKE and found.line.step == SPIKE + 10
+    assert f"step {SPIKE + 10} is the first bad one: the loss is " in said
+
+
 def test_what_only_the_run_saw_is_its_machines_fault(tmp_path):
     run = tmp_path / "run"
     train(run, 2, "--nan", NAN, "--every", 5, script=SCRIPT, codes=(0, 1))
