@@ -31,6 +31,7 @@ from storage.canonical_json import BadObject, parsed
 ADVANCE, HOLD = "advance", "hold"
 ALERT, OFF, REWIND = "alert", "off", "rewind"
 DEFAULT = "default"
+LEFT_OUT = "left out"  # begins the reason of an update that a rewind leaves out
 FILE = "guards (--guards)"
 SETTINGS = "settings"  # in the state: what was in force, for a replay
 

@@ -16,7 +16,7 @@ import torch
 
 from harness.core.facts import GuardTripped
 from harness.core.world import BadInput
-from harness.guards.guard_rules import Guards
+from harness.guards.guard_rules import LEFT_OUT, Guards
 from storage.errors import StoreUnavailable
 from storage.snapshots.restore import RewindOrder, left_behind, order_rewind, rewinds
 from storage.snapshots.retention import lineage
@@ -69,7 +69,7 @@ class Rewinds:
         self._warmth = self._warmth_at(number)
         return next(
             (
-                f"left out, since {order.why} and the run went back to step {order.step}"
+                f"{LEFT_OUT}, since {order.why} and the run went back to step {order.step}"
                 for order in self._orders
                 if order.first <= number <= order.last
             ),

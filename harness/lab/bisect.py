@@ -23,7 +23,7 @@ from harness.bucket.archive import read_facts
 from harness.bucket.layout import IDENTITY, Identity
 from harness.core.facts import Fact, GuardTripped, SessionStarted, StepDone, StepSkipped
 from harness.core.world import BadInput, HarnessError
-from harness.guards.guard_rules import SETTINGS, Guards, StepRules
+from harness.guards.guard_rules import LEFT_OUT, SETTINGS, Guards, StepRules
 from harness.lab.replay import copy_snapshot, environment_of, execute, halvings_of
 from storage.snapshots.manifest import Manifest
 from storage.snapshots.restore import ALLOWED, left_behind, rewinds
@@ -75,8 +75,14 @@ class Bisection:
 
 
 def step_in_question(facts: Sequence[Fact]) -> int:
-    """Return the newest step that guards or checks have named. Raises BadInput."""
-    named = [fact.step for fact in facts if isinstance(fact, GuardTripped | StepSkipped)]
+    """Return the newest step that guards or checks have named, not one that a rewind has left out.
+    Raises BadInput."""
+    named = [
+        fact.step
+        for fact in facts
+        if isinstance(fact, GuardTripped)
+        or (isinstance(fact, StepSkipped) and not fact.why.startswith(LEFT_OUT))
+    ]
     if not named:
         raise BadInput(
             "harness runs bisect: no guard has named a step of this run; say which one: --step K "
