@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 SCRIPT = r"crash loop: .* (\d+) times .*\(after step (\d+)\): ([^.]*)\. "
 HUNG = r"hung (\d+) times, the last time after step (\d+), where a node before it was worn out too"
+FRUITLESS = r"(\d+) generations in a row ended without a new snapshot"
 UNREADABLE = r"none of its snapshots can be used|its newest \d+ snapshots cannot be used"
 WORDS = {"RuntimeError: simulated: the script raises": "fail-script", "SIGKILL": "kill-worker"}
 
@@ -65,6 +66,10 @@ class FaultLog:
         if re.search(UNREADABLE, reason):  # one host is not believed, nor is one that was refuted
             pairs_s = itertools.pairwise(sorted(self.misread.values()))
             return any(not any(a < t < b for t in self.read_s) for a, b in pairs_s)
+        if found := re.search(FRUITLESS, reason):  # a blow in each of so many epochs in a row
+            epochs = {b.epoch for b in self.all}
+            last, times = max(epochs, default=0), int(found[1])
+            return epochs.issuperset(range(last - times + 1, last + 1))
         return False
 
     def _worn_out(self, times: int, step: int) -> set[int]:
