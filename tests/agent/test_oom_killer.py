@@ -111,6 +111,7 @@ def limited():
         found.rmdir()
 
 
+@pytest.mark.proof
 def test_a_worker_that_the_kernel_kills_is_told_from_one_that_somebody_killed(nodes, limited):
     agent = nodes.start(
         *("--most", 2, "--at", 3, "--how", "kernel"),

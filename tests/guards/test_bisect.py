@@ -39,7 +39,12 @@ def bisected(tmp_path, run, *flags, step=0, world=1):
 
 @pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp2", marks=pytest.mark.proof)])
 @pytest.mark.parametrize(
-    ("bad", "sample"), [("--nan", NAN), ("--inf", INF), ("--poisoned", POISONED)]
+    ("bad", "sample"),
+    [
+        pytest.param("--nan", NAN, marks=pytest.mark.proof),
+        ("--inf", INF),
+        pytest.param("--poisoned", POISONED, marks=pytest.mark.proof),
+    ],
 )
 def test_names_the_step_micro_batch_rank_and_samples(tmp_path, bad, sample, parallel):
     """A run without guards: it stops at what is not finite, and trains on through the rest."""
@@ -60,6 +65,7 @@ def test_names_the_step_micro_batch_rank_and_samples(tmp_path, bad, sample, para
     assert str(sample) in found.line.samples[micro].split("samples ")[1].split(", ")
 
 
+@pytest.mark.proof
 def test_a_step_that_is_bad_as_a_whole_blames_no_sample(tmp_path):
     run, guards = tmp_path / "run", tmp_path / "guards.yaml"
     told = {"spike": "rewind", "skip_above": 0.0, "clip_sigmas": 0.0}
@@ -73,6 +79,7 @@ def test_a_step_that_is_bad_as_a_whole_blames_no_sample(tmp_path):
     assert "its micro-batches (6) are alike" in said
 
 
+@pytest.mark.proof
 def test_a_spike_that_was_left_out_before_is_not_found_again(tmp_path):
     run, guards = tmp_path / "run", tmp_path / "guards.yaml"
     told = {"spike": "rewind", "skip_above": 0.0, "clip_sigmas": 0.0}
@@ -85,6 +92,7 @@ def test_a_spike_that_was_left_out_before_is_not_found_again(tmp_path):
     assert f"step {SPIKE + 10} is the first bad one: the loss is " in said
 
 
+@pytest.mark.proof
 def test_what_only_the_run_saw_is_its_machines_fault(tmp_path):
     run = tmp_path / "run"
     train(run, 2, "--nan", NAN, "--every", 5, script=SCRIPT, codes=(0, 1))

@@ -203,6 +203,7 @@ def test_proof_trackers_and_alerts_name_what_was_skipped(tmp_path, guards):
     assert fired(told, told[-1].t)[0].title == "an update is skipped"
 
 
+@pytest.mark.proof
 def test_a_replay_judges_by_the_settings_of_the_run(tmp_path, guards):
     """Its script does not ask for guards; the snapshot does."""
     run, scratch = tmp_path / "run", tmp_path / "again"

@@ -23,7 +23,14 @@ def stop_of(url):
     return json.loads(open_store(url).get("control/stop.json"))
 
 
-@pytest.mark.parametrize(("world", "how"), [(1, "host"), (2, "gpu"), (3, "host")])
+@pytest.mark.parametrize(
+    ("world", "how"),
+    [
+        pytest.param(1, "host", marks=pytest.mark.proof),
+        (2, "gpu"),
+        pytest.param(3, "host", marks=pytest.mark.proof),
+    ],
+)
 def test_it_is_told_with_what_held_the_memory(nodes, world, how):
     last = world - 1
     nodes.start(
@@ -70,7 +77,7 @@ def alone(run, *flags, **kwargs):
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.proof) for n in (1, 2, 3)])
 def test_the_next_try_is_that_of_a_run_with_half_the_micro_batch(nodes, tmp_path, world):
     """It did not fit from the first step on, so the whole run is the other one, to the bit: losses,
     dropout, weights."""
@@ -89,6 +96,7 @@ def test_the_next_try_is_that_of_a_run_with_half_the_micro_batch(nodes, tmp_path
     assert report.ok, report.first_violation
 
 
+@pytest.mark.proof
 def test_amid_a_run_any_world_goes_on_alike_and_the_proof_holds(nodes, tmp_path):
     """Two nodes of two ranks; from step 8 on a micro-batch of 2 does not fit either."""
     flags = ["--most", 1, "--at", 8, "--on", 3, "--every", 7, "--patient"]

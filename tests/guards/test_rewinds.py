@@ -62,7 +62,7 @@ def calm(tmp_path, *flags):
 @pytest.mark.parametrize(
     ("world", "parallel", "loop"),
     [
-        (1, "ddp", "steps"),
+        pytest.param(1, "ddp", "steps", marks=pytest.mark.proof),
         (2, "ddp", "steps"),
         pytest.param(3, "ddp", "steps", marks=pytest.mark.proof),
         pytest.param(2, "fsdp2", "steps", marks=pytest.mark.proof),
@@ -116,6 +116,7 @@ def test_a_spike_that_is_skipped_anyway_sends_nobody_back(tmp_path, settings):
     assert not rewinds(open_store(str(run)))
 
 
+@pytest.mark.proof
 def test_a_run_that_goes_back_too_often_stops(tmp_path, settings):
     run = tmp_path / "run"
     flags = ["--guards", settings(most_rewinds=1), "--every", 5, "--spike", f"{SPIKE},50"]
@@ -125,6 +126,7 @@ def test_a_run_that_goes_back_too_often_stops(tmp_path, settings):
     assert "went back 1 times before, wanted at most 1" in ended.output
 
 
+@pytest.mark.proof
 def test_the_learning_rate_rises_after_a_rewind(tmp_path, settings):
     run = tmp_path / "run"
     found = through_rewinds(run, 2, "--guards", settings(rewarm_steps=4), *BAD)
@@ -138,6 +140,7 @@ def test_without_a_bucket_a_run_cannot_go_back(settings):
     assert "wanted a run with a bucket to go back in" in ended.output
 
 
+@pytest.mark.proof
 def test_a_replay_leaves_out_the_same_steps(tmp_path, settings):
     run, scratch = tmp_path / "run", tmp_path / "again"
     through_rewinds(run, 2, "--guards", settings(), *BAD, "--total", 42)

@@ -41,6 +41,7 @@ def home(tmp_path, monkeypatch) -> Path:
             thread.join(30.0)
 
 
+@pytest.mark.proof
 @pytest.mark.timeout(600)
 def test_a_later_run_on_the_same_node_compiles_nothing_again(tmp_path, home):
     """Real agents, real workers; each run has a `/tmp` of its own, where torch would look."""
