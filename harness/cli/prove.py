@@ -142,22 +142,33 @@ def compare(flags: CompareFlags) -> int:
 
 
 @dataclass(frozen=True)
-class ReplayFlags:
+class AgainFlags:
     url: str = positional("URL of the run")
     script: tuple[str, ...] = positional(
         "-- script.py and its arguments, as the run was trained", nargs="*"
     )
+    nodes: int = flag(1, "how many workers", at_least=1)
+    timeout_s: float = flag(3600.0, "the longest that it may take", above=0)
+
+    def check_script(self, command: str) -> None:
+        """Raise BadInput without a script. `command`: the words before `--`."""
+        if not self.script:
+            raise BadInput(
+                f"no script: write `{command} -- train.py --its-flags`, as the run was trained"
+            )
+
+
+@dataclass(frozen=True)
+class ReplayFlags(AgainFlags):
     start: int = flag(
         0, "the snapshot to begin from, by its step (see `harness runs report`)", metavar="STEP"
     )
     steps: int = flag(10, "how many steps", at_least=1)
-    nodes: int = flag(1, "how many workers", at_least=1)
     into: str = flag(
         "",
         "an empty folder for the copy; default: a temporary one that is removed",
         check=output_folder,
     )
-    timeout_s: float = flag(3600.0, "the longest that it may take", above=0)
 
 
 def replay(flags: ReplayFlags) -> int:
@@ -165,11 +176,7 @@ def replay(flags: ReplayFlags) -> int:
 
     The number of workers may differ from the run's."""
 
-    if not flags.script:
-        raise BadInput(
-            "no script: write `harness runs replay URL --start STEP -- train.py --its-flags`, as "
-            "the run was trained"
-        )
+    flags.check_script("harness runs replay URL --start STEP")
     store = existing_store(flags.url)
     with tempfile.TemporaryDirectory(prefix="harness-replay-") as temporary:
         scratch = Path(flags.into or temporary)
@@ -185,30 +192,20 @@ def replay(flags: ReplayFlags) -> int:
 
 
 @dataclass(frozen=True)
-class BisectFlags:
-    url: str = positional("URL of the run")
-    script: tuple[str, ...] = positional(
-        "-- script.py and its arguments, as the run was trained", nargs="*"
-    )
+class BisectFlags(AgainFlags):
     step: int = flag(
         0, "the step in question; default: the newest that a guard has named", metavar="K"
     )
-    nodes: int = flag(1, "how many workers", at_least=1)
     data: tuple[str, ...] = flag(
         (), "the corpus that it reads: print the documents of what is bad", metavar="URL"
     )
-    timeout_s: float = flag(3600.0, "the longest that it may take", above=0)
 
 
 def bisect(flags: BisectFlags) -> int:
     """Repeat the steps before a failure; name the first bad one, its micro-batch and samples.
 
     One worker is enough for what many have trained. Exit status 1 if no step is bad."""
-    if not flags.script:
-        raise BadInput(
-            "no script: write `harness runs bisect URL -- train.py --its-flags`, as the run was "
-            "trained"
-        )
+    flags.check_script("harness runs bisect URL")
     store, console = existing_store(flags.url), Console()
     with tempfile.TemporaryDirectory(prefix="harness-bisect-") as scratch:
         found = find_first_bad(
