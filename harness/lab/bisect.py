@@ -85,7 +85,7 @@ def step_in_question(facts: Sequence[Fact]) -> int:
     ]
     if not named:
         raise BadInput(
-            "harness runs bisect: no guard has named a step of this run; say which one: --step K "
+            "no guard has named a step of this run; say which one: --step K "
             "(`harness data spikes` lists those that stand out)"
         )
     return named[-1]
@@ -159,7 +159,7 @@ def _session_of(facts: Sequence[Fact], step: int) -> SessionStarted:
             found = now
     told = found or now
     if told is None:
-        raise BadInput("harness runs bisect: this run has done no step, so none can be done again")
+        raise BadInput("this run has done no step, so none can be done again")
     return told
 
 
@@ -171,7 +171,7 @@ def _snapshot_before(store: ObjectStore, step: int) -> Manifest | None:
     line = [one for one in lineage(refs - left_behind(refs, rewinds(store))) if one.step < step]
     if not line and step > MOST_ANEW:
         raise BadInput(
-            f"harness runs bisect: there is no snapshot before step {step}; keep more with "
+            f"there is no snapshot before step {step}; keep more with "
             "attach(keep_every_steps=...)"
         )
     ref = next((one for one in line if one.step <= step - BEFORE), line[-1] if line else None)
