@@ -10,8 +10,10 @@ from __future__ import annotations
 import inspect
 import json
 import os
+from collections.abc import MutableMapping
 from typing import Any
 
+from harness.core.mesh import meshes_told
 from harness.core.world import BadInput
 from harness.worker import alone
 from harness.worker import session as sessions
@@ -19,6 +21,7 @@ from harness.worker.session import Session, attach
 
 ADAPT = "HARNESS_ADAPT"  # "auto", "none" or a framework; unset: not started by `harness run`
 ATTACH = "HARNESS_ATTACH"  # options of `attach` for a script that does not call it, as JSON
+MESH, REPLICA_RANKS = "HARNESS_MESH", "HARNESS_REPLICA_RANKS"
 FRAMEWORKS = ("transformers", "accelerate", "lightning", "fabric", "torchtitan")
 
 
@@ -55,12 +58,27 @@ def join(hide: bool = True) -> Session:
                 "wanted to attach for this script's trainer, found that it has called "
                 "harness.attach() itself; leave that to the trainer, or use run.steps(...)"
             )
-        if hide:
+        copies_of_mesh(os.environ)
+        if hide and os.environ.get(REPLICA_RANKS, "1") == "1":
             alone.show_one_gpu(os.environ)
-        _claims.run = attach(**attach_options(os.environ.get(ATTACH, "")))
-        if hide:
+        run = _claims.run = attach(**attach_options(os.environ.get(ATTACH, "")))
+        if run.replica_ranks > 1:
+            assert run.mesh is not None  # made now, since the ranks make it together
+            copy = alone.CopyRanks.of(run.rank, run.replica_ranks)
+            alone.world.hide(os.environ, copy)
+        elif hide:
             alone.world.hide(os.environ)
     return _claims.run
+
+
+def copies_of_mesh(environ: MutableMapping[str, str]) -> None:
+    """Let the ranks of one copy of the mesh be a replica: a foreign trainer splits its model over
+    them, and shares out a micro-batch among them, itself. Raises BadInput."""
+    choice = meshes_told(environ)
+    if choice is not None:
+        mesh = choice.of_world(int(environ.get("WORLD_SIZE", 1)))
+        environ[REPLICA_RANKS] = str(mesh.copy_ranks)
+        del environ[MESH]
 
 
 def claim(framework: str, by_name: bool = False, hide: bool = True) -> Session | None:

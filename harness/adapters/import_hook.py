@@ -19,6 +19,7 @@ from typing import Any
 # module of a framework -> its adapter, as "module:function"
 PATCHES: dict[str, str] = {
     "accelerate.accelerator": "harness.adapters.accelerate.patch:patch",
+    "accelerate.state": "harness.adapters.whole_copies:shard_on_cpu",
     "torchtitan.trainer": "harness.adapters.torchtitan.patch:patch",
     "transformers.trainer": "harness.adapters.transformers.patch:patch",
     "transformers.training_args": "harness.adapters.transformers.patch:patch_arguments",

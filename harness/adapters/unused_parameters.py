@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from harness.worker.gradients.parallel import local_part
 from harness.worker.session import Session
 
 
@@ -40,8 +41,10 @@ class UnusedParameters:
             ]
         given = [p for p in self._unused if p.grad is not None]
         if given:  # one query for all, because each answer waits for the device
-            used = torch.stack([p.grad.any() for p in given if p.grad is not None]).tolist()
-            now_used = {p for p, any_used in zip(given, used, strict=True) if any_used}
+            own = torch.stack([local_part(p.grad).any() for p in given]).tolist()
+            # the ranks of a copy may hold different parts of a gradient
+            every = self._run._peers.gather(own) if self._run.replica_ranks > 1 else [own]
+            now_used = {p for p, *used in zip(given, *every, strict=True) if any(used)}
             self._unused = [p for p in self._unused if p not in now_used]
         for p in self._unused:
             p.grad = None

@@ -128,6 +128,13 @@ def wants_one_gpu(adapt: str, argv: Sequence[str]) -> bool:
     return not by_rank and any(top in ALONE for top in tops)
 
 
+def _splits_models(flags: Any, env: Mapping[str, str]) -> bool:
+    """Return whether several ranks hold one copy of the model: their GPUs exchange directly, so
+    each sees them all."""
+    ranks = flags.replica_ranks or replica_ranks_told(env) or 1
+    return bool(flags.mesh or meshes_told(env)) or ranks > 1
+
+
 def _option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not (equals and name.isidentifier()):
@@ -667,7 +674,7 @@ def _config(
             env.get("HARNESS_OFFER", ""),
             _speed(flags.speed, env),
             node_gpus(env),
-            wants_one_gpu(flags.adapt, argv),
+            not _splits_models(flags, env) and wants_one_gpu(flags.adapt, argv),
         ),
         place=_place(env),
         worlds=_worlds(flags, env),

@@ -29,10 +29,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from harness.bucket.layout import IDENTITY, Identity
 from harness.core.batch import TooManyRanks, seed_for
@@ -54,6 +56,7 @@ from storage.canonical_json import BadObject
 from storage.errors import NotFound
 
 if TYPE_CHECKING:
+    from harness.worker.process_group import Peers
     from harness.worker.session import Session
 
 # Heartbeats while a script does work of its own between steps: preparing data, evaluating,
@@ -106,23 +109,51 @@ class DataPlace:
         self.position = int(state["position"])
 
 
-def begin_micro(work: Work, number: int, m: int, seed: int, last: bool) -> None:
+@dataclass(frozen=True)
+class ReadingRanks:
+    """The ranks of a copy of the model that read parts of its micro-batches, each its own. `count`:
+    their number; `number`: which of them this rank is, or reads the same as."""
+
+    count: int = 1
+    number: int = 0
+
+    @classmethod
+    def of(cls, peers: Peers, count: int) -> ReadingRanks:
+        """Return those of this rank's replica, whose ranks that read the same are neighbours."""
+        place = peers.rank % peers.replica_ranks
+        return cls(count, place // (peers.replica_ranks // count))
+
+    def part(self, m: int) -> int:
+        """Return the number of this rank's part of micro-batch m, over all parts of a step."""
+        return m * self.count + self.number
+
+
+def begin_micro(
+    work: Work, number: int, m: int, seed: int, last: bool, reading: ReadingRanks = ReadingRanks()
+) -> None:
     """Prepare the forward of micro-batch m of step `number`, and seed the generators by these and
     the run's `seed`. `last`: it is this rank's last one of the step."""
     work.training.strategy.micro(last=last)
     work.timer.enter(FORWARD)
     for take_up in work.training.hooks.before_micro:
         take_up(m, True, False)
-    seed_everything(seed_for(seed, number, m))
+    seed_everything(seed_for(seed, number, reading.part(m)))
 
 
 class OwnLoop:
     """A foreign loop, made by `own_loop`; see the module. `micro_batches`: their number in
     a full step, on all ranks together; `micro_batch`: samples in each."""
 
-    def __init__(self, work: Work, hands: Boundary, halves: HalfSteps, place: DataPlace):
+    def __init__(
+        self,
+        work: Work,
+        hands: Boundary,
+        halves: HalfSteps,
+        place: DataPlace,
+        reading: ReadingRanks,
+    ):
         self._work, self._hands, self._place = work, hands, place
-        self.halves = halves
+        self.halves, self.reading = halves, reading
         if work.training.loads.watches:
             raise BadInput(
                 "the model has routers that are balanced once per step, and this trainer does not "
@@ -238,7 +269,8 @@ class OwnStep:
             raise ValueError(f"wanted one of this rank's micro-batches {self.mine}, found {m}")
         if not self._in_rounds:
             self.round(m - self.mine.start)
-        begin_micro(self._work, self.number, m, self._work.feed.seed, last=m == self.mine[-1])
+        seed, last = self._work.feed.seed, m == self.mine[-1]
+        begin_micro(self._work, self.number, m, seed, last, self._loop.reading)
 
     def round(self, done: int) -> None:
         """Agree with the other ranks whether the step must be dropped, before the part of it that
@@ -264,11 +296,17 @@ class OwnStep:
         self._sums.note_foreign(at, said & np.int64(2**63 - 1))
 
     def done(self, m: int, loss: torch.Tensor | float, weight: float) -> None:
-        """Record micro-batch m, after its backward. `loss`: the mean over it; `weight`: the number
-        of samples or tokens that it is the mean of."""
+        """Record micro-batch m, after its backward. `loss`: the mean over it, or over this rank's
+        part of it; `weight`: the number of samples or tokens of the whole micro-batch. Collective
+        over the ranks of a copy of the model, whose losses count equally."""
         self._work.timer.enter(OTHER)
         self._work.training.strategy.micro_done()
         value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
+        peers = self._work.peers
+        if peers.replica_ranks > 1:
+            value = value.double().clone()
+            dist.all_reduce(value, group=peers.within)
+            value /= peers.replica_ranks
         self._sums.add(m, value.reshape(()), float(weight))
         self._sums.tokens_weighted = True
         self._micros += 1
@@ -391,12 +429,14 @@ def own_loop(
     total: int = 0,
     adapter: str = "",
     per_device: bool = True,
+    reading_ranks: int = 1,
 ) -> OwnLoop:
     """Resume, and begin a foreign trainer's loop, for adapters (see the module).
     `micro_batches`: their number in a step, on all ranks together; `micro_batch`: samples in
     each; `data`: a description of its data and their order; `total`: its last step, 0: not
     known; `per_device`: the script says what each rank does, and the global batch is that of
-    `script_world` ranks, else it names the global batch. Raises BadInput, StoreError,
+    `script_world` ranks, else it names the global batch; `reading_ranks`: of the ranks of a copy of
+    the model, those that read different parts of a micro-batch. Raises BadInput, StoreError,
     SystemExit."""
     training, feed = run._work.training, run._work.feed
     if training.model is None:
@@ -410,6 +450,11 @@ def own_loop(
             "leave out --guards (HARNESS_GUARDS)"
         )
     run._work.shrinking.refuse(adapter or "a loop of its own")
+    if reading_ranks > 1 and training.norms.watches:
+        raise BadInput(
+            "the model has BatchNorm, whose averages would be of a part of each micro-batch on "
+            "each rank of a copy of the model: wanted LayerNorm, GroupNorm or RMSNorm"
+        )
     with hidden_world.inside():
         try:
             feed.first_ranks = first_ranks if per_device else 0
@@ -426,6 +471,8 @@ def own_loop(
         training.strategy.zero()
     norm_once.install()
     if per_device and not run.step:
-        batch = batch_text(micro_batches * micro_batch, micro_batch, feed.first_ranks)
+        each = micro_batch // reading_ranks
+        batch = batch_text(micro_batches * micro_batch, each, feed.first_ranks)
         run.print(f"harness: {batch}, and stays so on any number of ranks")
-    return OwnLoop(run._work, run._hands, run._halves, place)
+    reading = ReadingRanks.of(run._peers, reading_ranks)
+    return OwnLoop(run._work, run._hands, run._halves, place, reading)

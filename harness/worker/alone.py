@@ -1,15 +1,17 @@
-"""The GPU of a worker, and hiding of the world from a script that is to run as if it were alone.
-Runs in the worker.
+"""The GPU of a worker, and hiding of the world from a script that is to run as if it were alone, or
+as if the ranks of its copy of the model were all. Runs in the worker.
 
 torch.distributed has one default process group, and frameworks use it. Ours is removed while the
 script runs, and put back while our own code runs (`inside`). Groups that are passed explicitly
-always work. The script may create a default group of its own meanwhile.
+always work. A script that is alone may create a default group of its own meanwhile; the ranks of a
+copy get one.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -106,6 +108,39 @@ def _leave_unfit(why: str) -> NoReturn:
     raise SystemExit(UNFIT)
 
 
+@dataclass(frozen=True)
+class CopyRanks:
+    """The ranks of one copy of the model, which its script takes for all. `number`: which copy;
+    `rank`: this one's, of `ranks`."""
+
+    number: int
+    rank: int
+    ranks: int
+
+    @classmethod
+    def of(cls, rank: int, ranks: int) -> CopyRanks:
+        """Return the copy of `ranks` ranks that `rank` belongs to."""
+        return cls(rank // ranks, rank % ranks, ranks)
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that tell a script of these ranks. `environ`: those of the whole
+        world. LOCAL_RANK stays, since it says which of the node's GPUs is this rank's."""
+        said = {name: environ[name] for name in NAMES if name in environ}
+        return said | {"RANK": str(self.rank), "WORLD_SIZE": str(self.ranks)}
+
+    def meet(self) -> None:
+        """Make the default process group of these ranks, with our backend. Ours stands."""
+        ours = c10d._get_default_group()
+        backend, store = c10d.get_backend_config(ours), c10d._get_default_store()
+        c10d._update_default_pg(None)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"copy {self.number}", store),  # type: ignore[attr-defined]
+            rank=self.rank,
+            world_size=self.ranks,
+        )
+
+
 class HiddenWorld:
     """Our default process group, while it is hidden from the script."""
 
@@ -114,16 +149,23 @@ class HiddenWorld:
         self._depth = 0
         self.hidden = False
 
-    def hide(self, environ: MutableMapping[str, str]) -> None:
-        """Hide the world in the environment and in torch.distributed. Later calls do nothing."""
+    def hide(self, environ: MutableMapping[str, str], copy: CopyRanks | None = None) -> None:
+        """Hide the world in the environment and in torch.distributed, all but the ranks of `copy`.
+        Later calls do nothing. Collective, with a `copy`."""
         if self.hidden:
             return
         self.hidden = True
+        shown = {} if copy is None else copy.environment(environ)
         for name in NAMES:
             environ.pop(name, None)
+        environ.update(shown)
         if dist.is_initialized():
             self._ours = c10d._get_default_group()
-            c10d._update_default_pg(None)
+            if copy is None:
+                c10d._update_default_pg(None)
+            else:
+                copy.meet()
+                dist.init_process_group = c10d.init_process_group = _met_already
         dist.destroy_process_group = self._destroy
         c10d.destroy_process_group = self._destroy
 
@@ -151,6 +193,10 @@ class HiddenWorld:
             c10d._update_default_pg(None)
             return
         _destroy_process_group(group)
+
+
+def _met_already(*args: Any, **kwargs: Any) -> None:
+    """Replace torch's `init_process_group` for the script of a copy, whose ranks have met."""
 
 
 _destroy_process_group = dist.destroy_process_group  # torch's own

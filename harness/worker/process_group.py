@@ -349,6 +349,12 @@ class Peers:
         return self.mesh[DP_REPLICATE, "dp_shard"]._flatten("replicas").get_group()
 
     @functools.cached_property
+    def within(self) -> dist.ProcessGroup | None:
+        """The group of this replica's ranks, without a model mesh; None: it has one rank. All ranks
+        must first read it at the same point."""
+        return None if self.replica_ranks == 1 else self.mesh.get_group("ranks")
+
+    @functools.cached_property
     def same_stage(self) -> dist.ProcessGroup | None:
         """The group of ranks that hold the same pipeline stage, or parts of it; None: all ranks.
         All ranks must first read it at the same point."""

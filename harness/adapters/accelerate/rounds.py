@@ -209,7 +209,7 @@ def every_batch(loader: Any, ranks: int, split: bool, even: bool) -> Any:
     """Return a DataLoader of all first-world ranks' batches. `loader` is the script's own."""
     if not batched(loader) or ranks == 1:
         return loader
-    return _again(loader, Interleaved(loader.batch_sampler, ranks, split, even))
+    return like_loader(loader, Interleaved(loader.batch_sampler, ranks, split, even))
 
 
 def whole_batches(loader: Any) -> Any:
@@ -220,7 +220,7 @@ def whole_batches(loader: Any) -> Any:
 
     if not batched(loader) or getattr(loader.batch_sampler, "batch_size", None) is None:
         return loader
-    return _again(loader, BatchSamplerShard(loader.batch_sampler, 1, 0))
+    return like_loader(loader, BatchSamplerShard(loader.batch_sampler, 1, 0))
 
 
 def batched(loader: Any) -> bool:
@@ -230,7 +230,7 @@ def batched(loader: Any) -> bool:
     return not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
 
 
-def _again(loader: Any, batch_sampler: Any) -> Any:
+def like_loader(loader: Any, batch_sampler: Any) -> Any:
     """Return a DataLoader like `loader`, but with other batches."""
     from torch.utils.data import DataLoader
 

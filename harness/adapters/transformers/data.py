@@ -1,8 +1,9 @@
 """The Trainer's training data, shared out over the ranks, and evaluation during training, shared
 out if only losses are needed. Runs in the worker.
 
-All ranks iterate over all batches, in rounds of as many batches as there are ranks. In each round
-every rank computes one, then all exchange the losses, so the Trainer sees what it would see alone.
+All ranks iterate over all batches. An evaluation goes in rounds of as many batches as there are
+copies of the model: each copy computes one, then all exchange the losses, so the Trainer sees what
+it would see with one copy.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch.utils.data import DataLoader
 
+from harness.adapters.accelerate.rounds import Interleaved, like_loader
 from harness.adapters.transformers.ranks_together import AllRanks, Hooks, Meters, Original
 from harness.core.world import BadInput
 from harness.loops.shared_batches import Share, SharedLoader
@@ -36,10 +39,12 @@ class TrainerFeed:
         seed: int,
         first: Callable[[Any], Any],
         tell: Callable[[str], None],
+        parts: int = 1,
     ):
         """Wrap `theirs`, the loader as accelerate prepared it. `first` returns rank 0's value on
-        all ranks; `tell` prints a message for the user. Raises BadInput."""
-        self._theirs, self._micro_batches = theirs, micro_batches
+        all ranks; `tell` prints a message for the user; `parts`: the ranks of a copy of the model
+        that each read a part of a micro-batch. Raises BadInput."""
+        self._theirs, self._micro_batches, self._parts = theirs, micro_batches, parts
         self._seed, self._first, self._tell = seed, first, tell
         # accelerate's own only moves batches to the device, which the Trainer does as well
         self._plain = getattr(theirs, "base_dataloader", theirs)
@@ -48,15 +53,19 @@ class TrainerFeed:
                 "get_train_dataloader: wanted a torch DataLoader, whose batches can be shared out, "
                 f"found {type(theirs).__name__}; return one, or run with --adapt none"
             )
+        if parts > 1:
+            self._plain = _of_all_parts(self._plain, parts)
         self._shared: SharedLoader | None = None
         self._loaded: Any = None
 
-    def share(self, mine: range) -> None:
-        """Begin with this rank's share, once it is known, and apply the state that was loaded."""
+    def share(self, mine: range, part: int = 0) -> None:
+        """Begin with this rank's share, once it is known, and apply the state that was loaded.
+        `mine`: its micro-batches in a step; `part`: which part of each it reads."""
+        parts = self._parts
         self._shared = SharedLoader(
             self._plain,
-            micro_batches=self._micro_batches,
-            mine=mine,
+            micro_batches=self._micro_batches * parts,
+            mine=range(mine.start * parts + part, mine.stop * parts, parts),
             seed=self._seed,
             agree=self._first,
             tell=self._tell,
@@ -72,18 +81,30 @@ class TrainerFeed:
     def seek(self, epoch: int, batches: int) -> None:
         """Make the next iteration start in this epoch after `batches`. Raises BadInput."""
         assert self._shared is not None
-        self._shared.resume_at(epoch, batches)
+        self._shared.resume_at(epoch, batches * self._parts)
 
     def __iter__(self) -> Iterator[Share]:
         assert self._shared is not None
-        shares, last = iter(self._shared), None
+        shares, last = self._whole(iter(self._shared)), None
         with contextlib.suppress(TypeError):  # a stream has no length
-            last = len(self._shared) - 1
+            last = len(self._shared) // self._parts - 1
         for share in shares:
             if share.index == last:
                 # The Trainer reads no further, but the samplers must reach their end.
                 next(shares, None)
             yield share
+
+    def _whole(self, shares: Iterator[Share]) -> Iterator[Share]:
+        """Yield a share for each micro-batch, with this rank's part of the data, from those of its
+        parts."""
+        if self._parts == 1:
+            yield from shares
+            return
+        while parts := list(itertools.islice(shares, self._parts)):
+            own = next((one for one in parts if one.mine), parts[0])
+            keys, count = np.concatenate([one.keys for one in parts]), sum(o.count for o in parts)
+            index, micro = own.index // self._parts, own.micro // self._parts
+            yield Share(index, micro, own.mine, own.data, keys, None, count)
 
     # ---- state -----------------------------------------------------------------------------------
     def state_dict(self) -> Any:
@@ -91,6 +112,22 @@ class TrainerFeed:
 
     def load_state_dict(self, state: Any) -> None:
         self._loaded = state or None
+
+
+def _of_all_parts(loader: DataLoader[Any], parts: int) -> Any:
+    """Return a DataLoader of all batches that accelerate deals out among the ranks of a copy, which
+    `loader` is one rank's of. Raises BadInput."""
+    from accelerate.data_loader import BatchSamplerShard
+
+    shard = loader.batch_sampler
+    if not isinstance(shard, BatchSamplerShard) or shard.split_batches:
+        raise BadInput(
+            "wanted a map-style dataset, whose batches a model's ranks share out by index, found "
+            f"{type(loader.dataset).__name__} (or split_batches); give the Trainer a map-style "
+            "dataset, or a GPU that holds the whole model"
+        )
+    whole = Interleaved(shard.batch_sampler, parts, split=False, even=shard.even_batches)
+    return like_loader(loader, whole)
 
 
 def spelled(trainer: Any) -> str:
@@ -120,10 +157,10 @@ def shares_losses(trainer: Any) -> bool:
 
 class EvaluationRounds:
     """A replacement for an evaluation's DataLoader: it reads rounds of as many batches as there are
-    ranks, and yields them one by one. Everything else is delegated to the DataLoader."""
+    copies of the model, and yields them one by one. The DataLoader does everything else."""
 
-    def __init__(self, theirs: Any, ranks: int):
-        self.theirs, self._ranks = theirs, ranks
+    def __init__(self, theirs: Any, copies: int):
+        self.theirs, self._copies = theirs, copies
         self.round: list[Any] = []  # batches of the round; `at`: index of the newest one yielded
         self.at = 0
 
@@ -142,9 +179,9 @@ class EvaluationRounds:
         begin, end = getattr(theirs, "begin", None), getattr(theirs, "end", None)
         if begin is not None:
             begin()
-        self.round = list(itertools.islice(batches, self._ranks))
+        self.round = list(itertools.islice(batches, self._copies))
         while self.round:
-            following = list(itertools.islice(batches, self._ranks))
+            following = list(itertools.islice(batches, self._copies))
             for at, batch in enumerate(self.round):
                 self.at = at
                 if not following and at == len(self.round) - 1 and begin is not None:
@@ -167,7 +204,7 @@ class SharedEvaluation:
     @contextlib.contextmanager
     def over(self, dataloader: Any) -> Iterator[EvaluationRounds]:
         """Yield the loader to evaluate over, with the prediction step replaced."""
-        rounds = self._rounds = EvaluationRounds(dataloader, self._company.ranks)
+        rounds = self._rounds = EvaluationRounds(dataloader, self._company.copies)
         hooks = Hooks()
         hooks.put(self._trainer, "prediction_step", self._prediction_step)
         try:
@@ -179,18 +216,18 @@ class SharedEvaluation:
     def _prediction_step(
         self, original: Original, model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, None, None]:
-        rounds, rank = self._rounds, self._company.rank
+        rounds, copy = self._rounds, self._company.copy
         assert rounds is not None
         if rounds.at == 0:
             if self._meters is not None:
                 self._meters.begin()
             mine: float | None = None
-            if rank < len(rounds.round):
-                loss, *_ = original(model, rounds.round[rank], *args, **kwargs)
+            if copy < len(rounds.round):
+                loss, *_ = original(model, rounds.round[copy], *args, **kwargs)
                 mine = None if loss is None else float(loss)
                 if self._meters is not None:
-                    self._meters.take(rank)
-            self._losses = self._company.gather(mine)
+                    self._meters.take(copy)
+            self._losses = self._company.gather_copies(mine)
             if self._meters is not None:
                 self._meters.merge(self._company.gather)
         found = self._losses[rounds.at]

@@ -35,7 +35,7 @@ HELD = (nn.Module, type(None), str, bytes, type)
 
 def check(trainer: Any, run: Session) -> None:
     """Raise BadInput for the first setting that would change the training."""
-    for what, do in _refusals(trainer, run.device.type):
+    for what, do in _refusals(trainer, run.device.type, run.replica_ranks):
         raise BadInput(f"transformers: {what}; {do}")
 
 
@@ -45,7 +45,7 @@ def tell(trainer: Any, run: Session) -> None:
         run.print(f"harness: {line}")
 
 
-def _refusals(trainer: Any, device: str) -> Iterator[tuple[str, str]]:
+def _refusals(trainer: Any, device: str, copy_ranks: int) -> Iterator[tuple[str, str]]:
     args, kind = trainer.args, type(trainer)
     if args.device.type != device:
         yield (
@@ -57,12 +57,13 @@ def _refusals(trainer: Any, device: str) -> Iterator[tuple[str, str]]:
             "auto_find_batch_size=True would change the batch of a step in the middle of the run",
             "set it to False and choose per_device_train_batch_size",
         )
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or args.fsdp:
-        which = "deepspeed" if trainer.is_deepspeed_enabled else "fsdp"
+    if trainer.is_deepspeed_enabled:
         yield (
-            f"{which} shards the model over the ranks that this Trainer shall not see",
-            f"leave out {which}, or run with --adapt none (it then keeps its own checkpoints)",
+            "deepspeed shards the model in buffers of its own",
+            "shard with fsdp=True instead, or run with --adapt none (it then keeps its own "
+            "checkpoints)",
         )
+    yield from _of_copies(trainer, copy_ranks)
     if getattr(args, "parallelism_config", None) is not None:
         yield "parallelism_config needs the real world", "leave it out, or run with --adapt none"
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
@@ -94,6 +95,34 @@ def _refusals(trainer: Any, device: str) -> Iterator[tuple[str, str]]:
         yield (
             "train_sampling_strategy='batch_rebalance' makes batches for a number of ranks",
             "use another one",
+        )
+
+
+def _of_copies(trainer: Any, copy_ranks: int) -> Iterator[tuple[str, str]]:
+    """Yield what does not fit to copies of the model on so many ranks each."""
+    args, sharded = trainer.args, trainer.is_fsdp_enabled or trainer.args.fsdp
+    if sharded and copy_ranks == 1:
+        yield (
+            "fsdp shards the model over several ranks, and here each rank is a copy of the model",
+            "say how many ranks share one: `harness run --mesh dp_shard=8`",
+        )
+    if copy_ranks == 1:
+        return
+    if not sharded:
+        yield (
+            f"{copy_ranks} ranks shall share a copy of the model, but the Trainer splits none",
+            "set fsdp=True in its arguments, or leave out --mesh",
+        )
+        return
+    if not trainer.accelerator.is_fsdp2:
+        yield (
+            "FSDP of version 1 keeps its shards in flat buffers",
+            "leave version out of fsdp_config, which means 2",
+        )
+    if not args.average_tokens_across_devices:
+        yield (
+            "average_tokens_across_devices=False weighs each rank's loss by its own labels",
+            "leave it out",
         )
 
 

@@ -1,9 +1,10 @@
 """The Trainer of transformers on our steps: what each of its parts does for all ranks together.
 Runs in the worker.
 
-The Trainer sees a world of one and accumulates M micro-batches per step (`trainer_step.py`).
-Between one step's sums and the next step every rank does the same: clip, step, log, evaluate, save
-(only rank 0 writes), and then decide whether to go on.
+The Trainer sees a world of one, or of the ranks over which it splits one copy of the model, and
+accumulates M micro-batches per step (`trainer_step.py`). Between one step's sums and the next step
+every rank does the same: clip, step, log, evaluate, save (only rank 0 writes), and then decide
+whether to go on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from harness.adapters.transformers.ranks_together import AllRanks, Hooks, Origin
 from harness.adapters.transformers.state import TrainerKept
 from harness.adapters.transformers.trainer_step import TrainerSteps
 from harness.adapters.unused_parameters import UnusedParameters
+from harness.adapters.whole_copies import copies_of
 from harness.core.batch import seed_for
+from harness.core.world import BadInput
 from harness.loops.own_loop import OwnLoop, own_loop, script_world
 from harness.worker.batches.loader import seed_everything
 from harness.worker.session import Session
@@ -33,12 +36,19 @@ FLAGS = (
 )
 
 
-def accumulate(args: Any, script_world: int) -> None:
-    """Set the accumulation so that a process alone makes the step of the script's own world."""
+def accumulate(args: Any, script_world: int, copy_ranks: int) -> None:
+    """Set the accumulation so that one copy of the model, of `copy_ranks` ranks, makes the step of
+    the script's own world. Raises BadInput."""
     own = vars(args).setdefault("_harness_accumulation", args.gradient_accumulation_steps)
     # with split_batches a batch spans all ranks, and so does a step
-    ranks = 1 if args.accelerator_config.split_batches else script_world
-    args.gradient_accumulation_steps = own * ranks
+    ranks = copy_ranks if args.accelerator_config.split_batches else script_world
+    args.gradient_accumulation_steps, odd = divmod(own * ranks, copy_ranks)
+    if odd:
+        raise BadInput(
+            f"transformers: a step has {own} batches on each of {ranks} ranks, found copies of the "
+            f"model of {copy_ranks} ranks, which share no whole number of them; begin the run with "
+            f"whole copies, or use a gradient accumulation that {copy_ranks} divides"
+        )
 
 
 def has_length(loader: Any) -> bool:
@@ -70,7 +80,7 @@ class HostedTrainer:
     def __init__(self, run: Session, trainer: Any, extra: dict[str, Any]):
         self._run, self._trainer, self._extra = run, trainer, extra
         self._company, self._hooks = AllRanks(run), Hooks()
-        self._kept = TrainerKept(trainer, self._company.first)
+        self._kept = TrainerKept(trainer, self._company)
         self._place = self._kept.place
         self._plan: EpochPlan | None = None
         self._prepared: tuple[Any, TrainerFeed] | None = None
@@ -85,7 +95,7 @@ class HostedTrainer:
         limits.check(self._trainer, self._run)
         limits.tell(self._trainer, self._run)
         limits.without_jit(self._trainer)
-        accumulate(self._trainer.args, script_world(self._run))
+        accumulate(self._trainer.args, script_world(self._run), self._run.replica_ranks)
         put, trainer, handler = self._hooks.put, self._trainer, self._trainer.callback_handler
         put(trainer, "set_initial_training_values", self._set_initial_training_values)
         put(trainer, "_init_training_state", self._init_training_state)
@@ -144,7 +154,8 @@ class HostedTrainer:
         accumulation = trainer.args.gradient_accumulation_steps
         seed = trainer.args.seed
         first, tell = self._company.value_of_first, self._run.print
-        feed = TrainerFeed(plan.loader, accumulation, seed, first, tell)
+        parts = int(trainer.accelerator.num_processes)  # of a copy, each read a part of a batch
+        feed = TrainerFeed(plan.loader, accumulation, seed, first, tell, parts)
         model, _ = trainer._prepare_for_training(max_steps, plan.loader, None)
         self._prepared = model, feed
         plain = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -154,19 +165,21 @@ class HostedTrainer:
             scheduler=trainer.lr_scheduler,
             scaler=trainer.accelerator.scaler,
             state={**self._kept.named(), "data": feed, **self._extra},
+            strategy=copies_of(self._run, plain),
         )
         with self._kept.loading():
             self._loop = own_loop(
                 self._run,
                 micro_batches=accumulation,
-                micro_batch=trainer._train_batch_size,
+                micro_batch=trainer._train_batch_size * parts,
                 data=spelled(trainer),
                 seed=seed,
                 total=max_steps,
                 adapter="transformers",
                 per_device=not trainer.args.accelerator_config.split_batches,
+                reading_ranks=parts,
             )
-        feed.share(self._loop.share)
+        feed.share(self._loop.share, self._loop.reading.number)
         steps = self._steps = TrainerSteps(
             trainer, self._company, self._loop, plan.sized, UnusedParameters(self._run, plain)
         )
@@ -293,7 +306,7 @@ class HostedTrainer:
         if self._due:
             self._boundary()
         self._loop.finished()
-        if self._company.leads:
+        if self._company.writes:
             self._write_best()
         return original(trial, num_train_samples, start_time - self._kept.memory.spent.before_s)
 
@@ -337,9 +350,10 @@ class HostedTrainer:
         return original(*args, **more)
 
     def _save_checkpoint(self, original: Original, model: Any, trial: Any) -> None:
-        """Save on rank 0. All ranks learn which checkpoint is the best."""
+        """Save on rank 0, whose copy's ranks help it. All ranks learn which checkpoint is the
+        best."""
         state = self._trainer.state
-        if self._company.leads:
+        if self._company.writes:
             original(model, trial)
         if not self._company.alone:
             state.best_model_checkpoint = self._company.value_of_first(state.best_model_checkpoint)

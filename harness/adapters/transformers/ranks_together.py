@@ -24,13 +24,17 @@ from harness.worker.session import Session
 
 
 class AllRanks:
-    """The other ranks. All ranks call each method together, in the same order."""
+    """The other ranks. All ranks call each method together, in the same order. `copies`: of the
+    model; `copy`: the one that this rank belongs to, at this `place` of its `copy_ranks`; `writes`:
+    it is the first copy, whose ranks save checkpoints together, as the Trainer does."""
 
     def __init__(self, run: Session):
         self._peers = run._peers
         self.alone = self._peers.control is None
-        self.rank, self.ranks = self._peers.rank, self._peers.world
-        self.leads = self.rank == 0
+        self.copies, self.copy = self._peers.replicas, self._peers.replica
+        self.copy_ranks = self._peers.replica_ranks
+        self.place = self._peers.rank % self.copy_ranks
+        self.writes = self.copy == 0
 
     def gather(self, value: Any) -> list[Any]:
         """Return each rank's value, in rank order."""
@@ -43,13 +47,18 @@ class AllRanks:
     def value_of_first(self, value: Any) -> Any:
         return self._peers.agree(lambda: value)
 
+    def gather_copies(self, value: Any) -> list[Any]:
+        """Return the values of the ranks at this rank's place in each copy, in order."""
+        return self.gather(value)[self.place :: self.copy_ranks]
+
     def total(self, numbers: list[float]) -> list[float]:
-        """Return the sums over ranks. Exact where one rank has a number and the others have 0."""
+        """Return the sums over copies, of the ranks at this rank's place. Exact where one copy has
+        a number and the others have 0."""
         if self.alone:
             return numbers
         every = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(every, group=self._peers.control)
-        return [float(value) for value in every]
+        dist.all_reduce(every, group=self._peers.across or self._peers.control)
+        return every.tolist()
 
     @contextlib.contextmanager
     def leader_first(self, of_each_node: bool) -> Iterator[None]:

@@ -12,14 +12,15 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from harness.adapters.transformers.ranks_together import Meters
+from harness.adapters.transformers.ranks_together import AllRanks, Meters
+from harness.adapters.whole_copies import reshard
 
 TEXT_NBYTES = 64 << 10  # size of JSON in a tensor, doubled as often as needed
 # fields of TrainerState; the others hold what this process was asked for
@@ -58,13 +59,12 @@ class TimeSpent:
 
 
 class TrainerMemory:
-    """The plain state of a transformers.Trainer. `first` returns rank 0's value on all ranks, which
-    call it together; `loading`: no collective calls are allowed."""
+    """The plain state of a transformers.Trainer. `loading`: no collective calls are allowed."""
 
-    def __init__(self, trainer: Any, place: EpochPlace, first: Callable[[Callable[[], Any]], Any]):
+    def __init__(self, trainer: Any, place: EpochPlace, company: AllRanks):
         self.place, self.loading = place, False
         self.spent = TimeSpent()
-        self._trainer, self._first = trainer, first
+        self._trainer, self._company = trainer, company
         self._meters = Meters.of(trainer)
         self._losses: dict[str, Any] = {}
         self._callbacks: list[Any] = []
@@ -72,7 +72,8 @@ class TrainerMemory:
     def state_dict(self) -> dict[str, Any]:
         if self.loading:  # only the contents of a snapshot count then
             return {}
-        text = json.dumps(self._first(self._told), default=_plain)
+        sums = self._company.gather(_own_sums(self._trainer))[: self._company.copy_ranks]
+        text = json.dumps(self._company.first(lambda: self._told(sums)), default=_plain)
         size = max(TEXT_NBYTES, 1 << math.ceil(math.log2(len(text.encode()))))
         # padded, so that the layout rarely changes between snapshots
         padded = bytearray(text.encode().ljust(size))
@@ -89,13 +90,13 @@ class TrainerMemory:
         if self._meters is not None and told["meters"] is not None:
             self._meters.restore(told["meters"])
 
-    def _told(self) -> dict[str, Any]:
+    def _told(self, sums: list[Any]) -> dict[str, Any]:
         trainer = self._trainer
         return {
             "state": {name: getattr(trainer.state, name) for name in KEPT},
             "place": dataclasses.asdict(self.place),
             "seconds": self.spent.seconds(),
-            "losses": _losses(trainer),
+            "losses": _losses(trainer) | {"own": sums},
             "callbacks": [
                 [type(callback).__name__, counters(callback)]
                 for callback in trainer.callback_handler.callbacks
@@ -108,12 +109,13 @@ class TrainerMemory:
         if not self._losses:
             return
         trainer, losses = self._trainer, self._losses
-        trainer._tr_loss.fill_(losses["since_log"])
+        since_log, flos = _sums_at(losses["own"], self._company)
+        trainer._tr_loss.fill_(since_log)
         trainer._total_loss_scalar = losses["logged"]
         trainer._globalstep_last_logged = losses["last_logged"]
         trainer._initial_global_step = losses["first_step"]
         trainer._initial_num_input_tokens_seen = losses["first_tokens"]
-        trainer.current_flos = losses["flos"]
+        trainer.current_flos = flos
 
     def give_callbacks(self) -> None:
         """Apply the loaded state to callbacks that have begun."""
@@ -130,14 +132,29 @@ def _losses(trainer: Any) -> dict[str, Any]:
     if not hasattr(trainer, "_tr_loss"):
         return {}
     return {
-        "since_log": float(trainer._tr_loss),
         "logged": float(trainer._total_loss_scalar),
         "last_logged": trainer._globalstep_last_logged,
         # before 5.20 a Trainer divides by all steps, which is the same as from step 0 on
         "first_step": getattr(trainer, "_initial_global_step", 0),
         "first_tokens": trainer._initial_num_input_tokens_seen,
-        "flos": float(trainer.current_flos),
     }
+
+
+def _own_sums(trainer: Any) -> tuple[float, float]:
+    """Return the loss and the operations since the last log, which the Trainer adds up over the
+    ranks of a copy only when it logs."""
+    if not hasattr(trainer, "_tr_loss"):
+        return 0.0, 0.0
+    return float(trainer._tr_loss), float(trainer.current_flos)
+
+
+def _sums_at(every: list[list[float]], company: AllRanks) -> tuple[float, float]:
+    """Return this rank's share of the `_own_sums` of a copy that may have had other ranks."""
+    if len(every) == company.copy_ranks:
+        loss, flos = every[company.place]
+        return loss, flos
+    losses, flos_of = zip(*every, strict=True)
+    return math.fsum(losses) / len(losses), math.fsum(flos_of) / company.copy_ranks
 
 
 def is_theirs(callback: Any) -> bool:
@@ -276,6 +293,7 @@ class BestWeights:
         self._copy = {name: _on_host(t) for name, t in self._trained()}
 
     def _trained(self) -> Iterator[tuple[str, torch.Tensor]]:
+        reshard(self._model)
         yield from ((n, p) for n, p in self._model.named_parameters() if p.requires_grad)
         kept = self._model.state_dict(keep_vars=True)
         yield from ((n, b) for n, b in self._model.named_buffers() if n in kept)
@@ -309,10 +327,9 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 class TrainerKept:
     """Everything that snapshots hold of a Trainer besides model, optimizer, scheduler and data."""
 
-    def __init__(self, trainer: Any, first: Callable[[Callable[[], Any]], Any]):
-        """Collect the state of `trainer`. `first`: see `TrainerMemory`."""
+    def __init__(self, trainer: Any, company: AllRanks):
         self.place = EpochPlace()
-        self.memory = TrainerMemory(trainer, self.place, first)
+        self.memory = TrainerMemory(trainer, self.place, company)
         self.tensors = CallbackTensors(trainer)
         self.best: BestWeights | None = None
         self._trainer = trainer

@@ -95,8 +95,11 @@ class TrainerSteps:
             )
 
     def _items(self, data: Any) -> float | None:
-        """Return the number of valid labels in one batch, counted on the host, where it is."""
-        found = self._trainer._get_num_items_in_batch([data], torch.device("cpu"))
+        """Return the number of valid labels in one micro-batch. It is counted on the host, where
+        the data is."""
+        # the ranks of a copy add up what they counted, on their devices
+        device = self._trainer.args.device if self._company.copy_ranks > 1 else torch.device("cpu")
+        found = self._trainer._get_num_items_in_batch([data], device)
         return None if found is None else float(found)
 
     # ---- forward and backward --------------------------------------------------------------------

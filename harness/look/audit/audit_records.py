@@ -22,6 +22,7 @@ from harness.bucket.layout import SAMPLES, Epoch, epoch_key
 from harness.bucket.volumes import sealed, unsealed
 from harness.core import step_records as rec
 from harness.core.batch import Batching, digest, expected_digests, sample_hash
+from harness.core.mesh import copy_ranks, parse
 from harness.core.sample_order import batching_of
 from harness.look.audit.audit_rules import RuleBroken
 from storage.errors import NotFound
@@ -302,13 +303,20 @@ def _obeyed(
                 f"{key}, step {step}: wanted the {ranks} ranks of generation {epoch}; "
                 f"{epoch_key(epoch)} says {found}"
             )
-        if worlds and worlds[epoch].replica_ranks != size:
+        if worlds and size not in _replica_sizes(worlds[epoch]):
             raise RuleBroken(
                 f"{key}, step {step}: wanted replicas of {worlds[epoch].replica_ranks} ranks, as "
                 f"{epoch_key(epoch)} says, found replicas of {size}"
             )
         later = epoch
     return proof.part
+
+
+def _replica_sizes(epoch: Epoch) -> tuple[int, ...]:
+    """Return the ranks that a replica may have: for a foreign trainer it is a whole copy of the
+    mesh, whose ranks share out a micro-batch themselves."""
+    mesh = parse(epoch.mesh) if epoch.mesh else None
+    return epoch.replica_ranks, copy_ranks(mesh, epoch.replica_ranks)
 
 
 def _check_end(key: str, last: int, head: str, step: int, want: str) -> None:

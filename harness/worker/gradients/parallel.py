@@ -481,7 +481,7 @@ class Sharded:
         """Return at once: FSDP has waited for its reduce-scatters at the end of the backward."""
 
     def _local(self) -> list[torch.Tensor]:
-        return [_local_part(p.grad) for p in self.parameters if p.grad is not None]
+        return [local_part(p.grad) for p in self.parameters if p.grad is not None]
 
     def divide(self, weight: float | torch.Tensor) -> None:
         if not _is_one(weight):
@@ -494,7 +494,7 @@ class Sharded:
         squares: dict[int, list[torch.Tensor]] = {}
         for p, copies in zip(self.parameters, self._copies_of, strict=True):
             if p.grad is not None:
-                norm = torch.linalg.vector_norm(_local_part(p.grad), dtype=torch.float32)
+                norm = torch.linalg.vector_norm(local_part(p.grad), dtype=torch.float32)
                 squares.setdefault(copies, []).append(norm**2)
         sums = [torch.stack(some).sum() / copies for copies, some in squares.items()]
         total = torch.stack(sums).sum().to(self._device_type)  # from the host, if offloaded
@@ -518,7 +518,7 @@ def _share_found_inf(scaler: Any, optimizer: Any, group: dist.ProcessGroup | Non
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
 
 
-def _local_part(grad: Any) -> torch.Tensor:
+def local_part(grad: Any) -> torch.Tensor:
     part: torch.Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
     return part
 

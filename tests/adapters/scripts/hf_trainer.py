@@ -30,6 +30,7 @@ p.add_argument("--events", default="events")
 p.add_argument("--stream", action="store_true")
 p.add_argument("--workers", type=int, default=0)
 p.add_argument("--logging-steps", type=int, default=1)
+p.add_argument("--fsdp", action="store_true")
 a = p.parse_args()
 
 
@@ -125,6 +126,7 @@ args = TrainingArguments(
     use_cpu=True,
     disable_tqdm=True,
     seed=7,
+    fsdp=a.fsdp,
 )
 torch.manual_seed(3)
 model = LlamaForCausalLM(
@@ -155,8 +157,9 @@ trainer = Trainer(
 )
 output = trainer.train()
 trainer.save_model()
+sums = [p.detach().double().sum() for p in trainer.model.parameters()]
+total = sum(float(s.full_tensor() if hasattr(s, "full_tensor") else s) for s in sums)
 if trainer.is_world_process_zero():
-    total = sum(float(p.detach().double().sum()) for p in trainer.model.parameters())
     with open(a.events + ".end", "w") as f:
         f.write(f"{output.training_loss!r} {trainer.state.global_step} {total!r}\n")
         f.write(f"{trainer.state.best_global_step} {trainer.state.best_model_checkpoint}\n")

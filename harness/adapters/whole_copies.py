@@ -1,0 +1,59 @@
+"""Copies of a model that its trainer splits over several ranks, such as by FSDP2. Runs in the
+worker.
+
+The world consists of whole copies. The trainer of each sees the ranks of its copy as its world: it
+shards the model, deals out each micro-batch and gathers what it logs among them. We deal out the
+micro-batches of a step among copies, and add up their gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from harness.core.world import BadInput
+from harness.worker.gradients.copies import SummedCopies
+from harness.worker.gradients.parallel import Strategy
+from harness.worker.session import Session
+
+
+def shard_on_cpu(module: Any) -> None:
+    """Patch `module`, which is accelerate.state, to shard by FSDP2 on CPUs too when asked, for
+    trials without a GPU; Accelerate's own look is at accelerators only."""
+    state = module.AcceleratorState
+    original = state.__init__
+
+    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is None or self.distributed_type.name != "MULTI_CPU":
+            return
+        if self._mixed_precision != "no":
+            fsdp_plugin.set_mixed_precision(self._mixed_precision)
+        self.fsdp_plugin = fsdp_plugin
+        self.distributed_type = module.DistributedType.FSDP
+        module.PartialState._shared_state["distributed_type"] = self.distributed_type
+
+    state.__init__ = init
+
+
+def reshard(model: nn.Module) -> None:
+    """Let the parameters be the shards again that FSDP2 has left gathered after an evaluation."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def copies_of(run: Session, model: nn.Module) -> Strategy | None:
+    """Return the strategy for a model that is split over the ranks of a copy; None: each rank holds
+    a copy. Raises BadInput."""
+    peers = run._peers
+    if peers.within is None or peers.across is None:
+        return None
+    if run.reduce != "fast":
+        raise BadInput(
+            f"reduce={run.reduce!r}: the gradients of a model that its trainer shards are its own "
+            "means within a copy; use reduce='fast'"
+        )
+    return SummedCopies(model, peers.across, peers.within)

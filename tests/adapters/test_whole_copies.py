@@ -1,0 +1,52 @@
+"""Copies of a model that its trainer shards over two ranks: an unchanged script on one copy and on
+two, killed and moved, does what torchrun does on one copy."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from support.trainer_script import Script, close, proven
+from support.worlds import history
+
+TRAINER = Path(__file__).parent / "scripts/hf_trainer.py"
+FLAGS = ("--epochs", 3, "--best", "--logging-steps", 2, "--fsdp")
+COPIES = ("--mesh", "dp_shard=2", "--attach", "snapshot_every_steps=4")
+
+
+def script(folder):
+    return Script(folder, TRAINER, *FLAGS, script_world=2)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return script(tmp_path_factory.mktemp("plain")).sharded_plain(2)
+
+
+def test_one_copy_does_what_torchrun_does(plain, tmp_path):
+    calm = script(tmp_path / "calm").under(2, *COPIES)
+    assert calm.logs() == plain.logs() and calm.end() == plain.end()  # to the bit
+    assert calm.events() == plain.events()
+    proven(calm)
+
+
+def test_two_copies_and_a_kill_make_the_same_steps(plain, tmp_path):
+    rough = script(tmp_path / "rough").under(4, *COPIES, die_at="5:4", DIE_EVERY="4")
+    assert rough.events() == plain.events()
+    close(rough.logged(), plain.logged())
+    assert "resumed from step 4" in rough.output()
+    assert {r.world for r in history(rough.run)} == {4}
+    proven(rough)
+
+
+def test_a_notice_and_another_number_of_copies(plain, tmp_path):
+    moved = script(tmp_path / "moved")
+    moved.noticed(4, *COPIES, at=7)
+    moved.under(2, *COPIES)
+    assert moved.events() == plain.events()
+    close(moved.logged(), plain.logged())
+    records = history(moved.run)
+    assert [r.samples for r in records[:3]] == [40, 40, 16] and {r.world for r in records} == {2, 4}
+    assert (moved.folder / "out/checkpoint-5/model.safetensors").exists()
+    proven(moved)
