@@ -19,6 +19,7 @@ from typing import Any
 # module of a framework -> its adapter, as "module:function"
 PATCHES: dict[str, str] = {
     "accelerate.accelerator": "harness.adapters.accelerate.patch:patch",
+    "accelerate.parallelism_config": "harness.adapters.whole_copies:split_on_cpu",
     "accelerate.state": "harness.adapters.whole_copies:shard_on_cpu",
     "torchtitan.trainer": "harness.adapters.torchtitan.patch:patch",
     "transformers.trainer": "harness.adapters.transformers.patch:patch",

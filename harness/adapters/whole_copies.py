@@ -38,6 +38,19 @@ def shard_on_cpu(module: Any) -> None:
     state.__init__ = init
 
 
+def split_on_cpu(module: Any) -> None:
+    """Patch `module`, which is accelerate.parallelism_config, for the same trials: it refuses a
+    model that tensor parallelism has split over CPUs."""
+    config = module.ParallelismConfig
+    original = config._validate_accelerator
+
+    def validate(self: Any, accelerator: Any) -> None:
+        if accelerator.distributed_type.name != "MULTI_CPU":
+            original(self, accelerator)
+
+    config._validate_accelerator = validate
+
+
 def reshard(model: nn.Module) -> None:
     """Let the parameters be the shards again that FSDP2 has left gathered after an evaluation."""
     for module in model.modules():

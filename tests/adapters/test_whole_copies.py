@@ -11,6 +11,7 @@ from support.trainer_script import Script, close, proven
 from support.worlds import history
 
 TRAINER = Path(__file__).parent / "scripts/hf_trainer.py"
+TRL = Path(__file__).parent / "scripts/trl_trainer.py"
 FLAGS = ("--epochs", 3, "--best", "--logging-steps", 2, "--fsdp")
 COPIES = ("--mesh", "dp_shard=2", "--attach", "snapshot_every_steps=4")
 
@@ -50,3 +51,14 @@ def test_a_notice_and_another_number_of_copies(plain, tmp_path):
     assert [r.samples for r in records[:3]] == [40, 40, 16] and {r.world for r in records} == {2, 4}
     assert (moved.folder / "out/checkpoint-5/model.safetensors").exists()
     proven(moved)
+
+
+@pytest.mark.parametrize("flags", [("--lora",), ("--kind", "dpo")])
+def test_trl_with_and_without_adapters(tmp_path, flags):
+    pytest.importorskip("trl")
+    calm = Script(tmp_path / "calm", TRL, "--fsdp", *flags, script_world=2).sharded_plain(2)
+    rough = Script(tmp_path / "rough", TRL, "--fsdp", *flags, script_world=2)
+    rough.under(4, *COPIES, die_at="5:4", DIE_EVERY="4")
+    close(rough.logged(), calm.logged())
+    assert rough.events() == calm.events()
+    proven(rough)

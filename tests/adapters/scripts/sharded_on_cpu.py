@@ -5,7 +5,7 @@ import sys
 
 from harness.adapters import import_hook
 
-NAME = "accelerate.state"
-import_hook.install({NAME: import_hook.PATCHES[NAME]})
+NAMES = ("accelerate.parallelism_config", "accelerate.state")
+import_hook.install({name: import_hook.PATCHES[name] for name in NAMES})
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

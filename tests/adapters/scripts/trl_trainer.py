@@ -18,6 +18,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 p = argparse.ArgumentParser()
 p.add_argument("--kind", choices=("sft", "dpo"), default="sft")
 p.add_argument("--lora", action="store_true")
+p.add_argument("--fsdp", action="store_true")
 p.add_argument("--epochs", type=float, default=2.0)
 p.add_argument("--sleep-s", type=float, default=0.0, help="after each step")
 p.add_argument("--events", default="events")
@@ -76,6 +77,7 @@ same = {
     "disable_tqdm": True,
     "max_length": 24,
     "seed": 7,
+    "fsdp": a.fsdp,
 }
 torch.manual_seed(3)
 model = LlamaForCausalLM(
@@ -120,7 +122,8 @@ else:
         **more,
     )
 output = trainer.train()
+sums = [p.detach().double().sum() for p in trainer.model.parameters()]
+total = sum(float(s.full_tensor() if hasattr(s, "full_tensor") else s) for s in sums)
 if trainer.is_world_process_zero():
-    total = sum(float(p.detach().double().sum()) for p in trainer.model.parameters())
     with open(a.events + ".end", "w") as f:
         f.write(f"{output.training_loss!r} {trainer.state.global_step} {total!r}\n")
