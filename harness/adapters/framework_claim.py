@@ -13,7 +13,7 @@ import os
 from collections.abc import MutableMapping
 from typing import Any
 
-from harness.core.mesh import meshes_told
+from harness.core.mesh import meshes_told, replica_ranks_told
 from harness.core.world import BadInput
 from harness.worker import alone
 from harness.worker import session as sessions
@@ -58,27 +58,30 @@ def join(hide: bool = True) -> Session:
                 "wanted to attach for this script's trainer, found that it has called "
                 "harness.attach() itself; leave that to the trainer, or use run.steps(...)"
             )
-        copies_of_mesh(os.environ)
-        if hide and os.environ.get(REPLICA_RANKS, "1") == "1":
+        ranks = copies_of_mesh(os.environ)
+        copy = alone.CopyRanks.of(os.environ, ranks) if ranks > 1 else None
+        if copy is not None:
+            copy.show_gpus(os.environ)
+        elif hide:
             alone.show_one_gpu(os.environ)
         run = _claims.run = attach(**attach_options(os.environ.get(ATTACH, "")))
-        if run.replica_ranks > 1:
+        if copy is not None:
             assert run.mesh is not None  # made now, since the ranks make it together
-            copy = alone.CopyRanks.of(run.rank, run.replica_ranks)
             alone.world.hide(os.environ, copy)
         elif hide:
             alone.world.hide(os.environ)
     return _claims.run
 
 
-def copies_of_mesh(environ: MutableMapping[str, str]) -> None:
+def copies_of_mesh(environ: MutableMapping[str, str]) -> int:
     """Let the ranks of one copy of the mesh be a replica: a foreign trainer splits its model over
-    them, and shares out a micro-batch among them, itself. Raises BadInput."""
+    them, and shares out a micro-batch among them, itself. Return their number. Raises BadInput."""
     choice = meshes_told(environ)
     if choice is not None:
         mesh = choice.of_world(int(environ.get("WORLD_SIZE", 1)))
         environ[REPLICA_RANKS] = str(mesh.copy_ranks)
         del environ[MESH]
+    return replica_ranks_told(environ) or 1
 
 
 def claim(framework: str, by_name: bool = False, hide: bool = True) -> Session | None:

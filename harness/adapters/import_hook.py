@@ -22,6 +22,9 @@ PATCHES: dict[str, str] = {
     "accelerate.parallelism_config": "harness.adapters.whole_copies:split_on_cpu",
     "accelerate.state": "harness.adapters.whole_copies:shard_on_cpu",
     "torchtitan.trainer": "harness.adapters.torchtitan.patch:patch",
+    "transformers.distributed.configuration_utils": (
+        "harness.adapters.transformers.patch:patch_splitting"
+    ),
     "transformers.trainer": "harness.adapters.transformers.patch:patch",
     "transformers.training_args": "harness.adapters.transformers.patch:patch_arguments",
     "lightning.pytorch": "harness.adapters.lightning.patch:patch",

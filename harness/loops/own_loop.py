@@ -472,7 +472,8 @@ def own_loop(
     norm_once.install()
     if per_device and not run.step:
         each = micro_batch // reading_ranks
-        batch = batch_text(micro_batches * micro_batch, each, feed.first_ranks)
+        readers = feed.first_ranks * reading_ranks // run.replica_ranks
+        batch = batch_text(micro_batches * micro_batch, each, readers)
         run.print(f"harness: {batch}, and stays so on any number of ranks")
     reading = ReadingRanks.of(run._peers, reading_ranks)
     return OwnLoop(run._work, run._hands, run._halves, place, reading)

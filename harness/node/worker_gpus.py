@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 OWN_GPU = "HARNESS_GPU"  # this worker's GPU, as CUDA_VISIBLE_DEVICES names it; "": none
 ONE_GPU = "HARNESS_ONE_GPU"  # "1": this process sees its own GPU only, as number 0
+GPU_INDEX = "HARNESS_GPU_INDEX"  # number of its own GPU among those that a worker sees
 GPUS = "HARNESS_GPUS"  # number of GPUs that the node has; workers on fewer would train elsewhere
 # torch then answers is_available() and device_count() without initializing CUDA, which reads
 # CUDA_VISIBLE_DEVICES once and does not survive a fork

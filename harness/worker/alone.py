@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from harness.core.world import UNFIT, BadInput, HarnessError
 from harness.node.forkserver import write_error
-from harness.node.worker_gpus import GPUS, ONE_GPU, OWN_GPU
+from harness.node.worker_gpus import GPU_INDEX, GPUS, ONE_GPU, OWN_GPU
 
 # variables from which frameworks learn that there are other ranks
 NAMES = (
@@ -87,7 +87,7 @@ def device_of(environ: Mapping[str, str], local_rank: int) -> torch.device:
             "CUDA_VISIBLE_DEVICES='' to train on the CPU"
         )
     one = bool(environ.get(ONE_GPU))
-    index = 0 if one else local_rank
+    index = int(environ.get(GPU_INDEX, 0 if one else local_rank))
     try:
         seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if seen and promised:
@@ -111,22 +111,49 @@ def _leave_unfit(why: str) -> NoReturn:
 @dataclass(frozen=True)
 class CopyRanks:
     """The ranks of one copy of the model, which its script takes for all. `number`: which copy;
-    `rank`: this one's, of `ranks`."""
+    `rank`: this one's, of `ranks`; `local`: those on this node, as the node numbers them;
+    `local_rank`: this one's number there; `node`: how many nodes of the copy come before it."""
 
     number: int
     rank: int
     ranks: int
+    local: range
+    local_rank: int
+    node: int
 
     @classmethod
-    def of(cls, rank: int, ranks: int) -> CopyRanks:
-        """Return the copy of `ranks` ranks that `rank` belongs to."""
-        return cls(rank // ranks, rank % ranks, ranks)
+    def of(cls, environ: Mapping[str, str], ranks: int) -> CopyRanks:
+        """Return the copy of `ranks` ranks that this one belongs to. `environ`: the variables of
+        the whole world."""
+        rank, local_rank = (int(environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
+        on_node = int(environ.get("LOCAL_WORLD_SIZE", 1))
+        number, within = divmod(rank, ranks)
+        before = local_rank - within  # on this node, of other copies; negative: on other nodes
+        local = range(max(0, before), min(on_node, before + ranks))
+        return cls(number, within, ranks, local, local_rank, -(min(0, before) // on_node))
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that tell a script of these ranks. `environ`: those of the whole
-        world. LOCAL_RANK stays, since it says which of the node's GPUs is this rank's."""
+        """Return the variables that tell a script of these ranks, from those of the whole world."""
         said = {name: environ[name] for name in NAMES if name in environ}
-        return said | {"RANK": str(self.rank), "WORLD_SIZE": str(self.ranks)}
+        return said | {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_RANK": str(self.local_rank - self.local.start),
+            "LOCAL_WORLD_SIZE": str(len(self.local)),
+            "GROUP_RANK": str(self.node),
+        }
+
+    def show_gpus(self, environ: MutableMapping[str, str]) -> None:
+        """Make only the GPUs of the copy's ranks on this node visible, so that LOCAL_RANK names
+        one. Does nothing where workers share GPUs, or CUDA has been used."""
+        listed = [d for d in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d.strip()]
+        listed = listed or [str(i) for i in range(torch.cuda.device_count())]
+        own = int(environ.get("LOCAL_WORLD_SIZE", 1))
+        if torch.cuda.is_initialized() or len(listed) != own:  # type: ignore[no-untyped-call]
+            return
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(listed[i] for i in self.local)
+        environ[GPUS] = str(len(self.local))
+        environ[GPU_INDEX] = str(self.local_rank - self.local.start)
 
     def meet(self) -> None:
         """Make the default process group of these ranks, with our backend. Ours stands."""

@@ -7,11 +7,21 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from support.trainer_script import Script, close, proven
 from support.worlds import history
 
 TRAINER = Path(__file__).parent / "scripts/hf_trainer.py"
 TRL = Path(__file__).parent / "scripts/trl_trainer.py"
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 FLAGS = ("--epochs", 3, "--best", "--logging-steps", 2, "--fsdp")
 COPIES = ("--mesh", "dp_shard=2", "--attach", "snapshot_every_steps=4")
 
@@ -62,3 +72,37 @@ def test_trl_with_and_without_adapters(tmp_path, flags):
     close(rough.logged(), calm.logged())
     assert rough.events() == calm.events()
     proven(rough)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "split", "worlds"),
+    [
+        ("tp=2", '{"tp_size": 2, "tp_plan": "auto"}', (4, 2)),
+        ("dp_shard=2,tp=2", '{"fsdp_size": 2, "tp_size": 2, "tp_plan": "auto"}', (4, 4)),
+    ],
+)
+def test_a_model_that_transformers_splits_as_it_loads_it(tmp_path, mesh, split, worlds):
+    """transformers itself cannot resume such a training."""
+    ranks, weights = worlds[1], tmp_path / "weights"
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(weights)
+    flags = ("--epochs", 2, "--logging-steps", 2, "--split", split, "--weights", weights)
+    plain = Script(tmp_path / "plain", TRAINER, *flags, script_world=ranks).sharded_plain(ranks)
+    moved = Script(tmp_path / "moved", TRAINER, *flags, script_world=ranks)
+    copies = ("--mesh", mesh, "--attach", "snapshot_every_steps=2")
+    moved.noticed(worlds[0], *copies, at=4)
+    moved.under(worlds[1], *copies, die_at="6:4", DIE_EVERY="2")
+    close(moved.logged(), plain.logged())
+    assert moved.end()[0].split()[0] == plain.end()[0].split()[0] or worlds[0] != worlds[1]
+    proven(moved)
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path):
+    flags = ("--max-steps", 1)
+    for name, more, mesh, said in (
+        ("whole", (), ("--mesh", "dp_shard=2"), "but the Trainer splits none"),
+        ("unsaid", ("--fsdp",), (), "`harness run --mesh dp_shard=8`"),
+        ("split", ("--split", '{"tp_size": 2}'), (), "`harness run --mesh tp=8`"),
+    ):
+        one = Script(tmp_path / name, TRAINER, *flags, *more, script_world=2)
+        assert one.agent(2, *mesh, "--script-world", "2").wait(120) != 0
+        assert said in one.output(), name

@@ -39,6 +39,15 @@ def check(trainer: Any, run: Session) -> None:
         raise BadInput(f"transformers: {what}; {do}")
 
 
+def check_arguments(args: Any, copy_ranks: int) -> None:
+    """Raise BadInput for arguments with which no Trainer could be made."""
+    if args.fsdp and copy_ranks == 1:
+        raise BadInput(
+            "transformers: fsdp shards the model over several ranks, and here each rank is a copy "
+            "of the model; say how many ranks share one: `harness run --mesh dp_shard=8`"
+        )
+
+
 def tell(trainer: Any, run: Session) -> None:
     """Report, on rank 0, settings whose effect differs from what the script's author may expect."""
     for line in _cautions(trainer, run.world):
@@ -65,9 +74,10 @@ def _refusals(trainer: Any, device: str, copy_ranks: int) -> Iterator[tuple[str,
         )
     yield from _of_copies(trainer, copy_ranks)
     if getattr(args, "parallelism_config", None) is not None:
-        yield "parallelism_config needs the real world", "leave it out, or run with --adapt none"
-    if getattr(trainer, "is_distributed_loading_by_transformers", False):
-        yield "the model was sharded when it was loaded", "load it without distributed_config"
+        yield (
+            "parallelism_config splits sequences and models in ways that were never tried here",
+            "load the model with distributed_config, or run with --adapt none",
+        )
     if args.n_gpu > 1 or trainer.is_model_parallel:
         yield (
             "the model or its batch is spread over several GPUs of one process",
@@ -100,21 +110,17 @@ def _refusals(trainer: Any, device: str, copy_ranks: int) -> Iterator[tuple[str,
 
 def _of_copies(trainer: Any, copy_ranks: int) -> Iterator[tuple[str, str]]:
     """Yield what does not fit to copies of the model on so many ranks each."""
-    args, sharded = trainer.args, trainer.is_fsdp_enabled or trainer.args.fsdp
-    if sharded and copy_ranks == 1:
-        yield (
-            "fsdp shards the model over several ranks, and here each rank is a copy of the model",
-            "say how many ranks share one: `harness run --mesh dp_shard=8`",
-        )
+    args, loaded = trainer.args, trainer.is_distributed_loading_by_transformers
+    sharded = trainer.is_fsdp_enabled or trainer.args.fsdp
     if copy_ranks == 1:
         return
-    if not sharded:
+    if not (sharded or loaded):
         yield (
             f"{copy_ranks} ranks shall share a copy of the model, but the Trainer splits none",
-            "set fsdp=True in its arguments, or leave out --mesh",
+            "set fsdp=True in its arguments, load the model with distributed_config, or leave out "
+            "--mesh",
         )
-        return
-    if not trainer.accelerator.is_fsdp2:
+    if sharded and not trainer.accelerator.is_fsdp2:
         yield (
             "FSDP of version 1 keeps its shards in flat buffers",
             "leave version out of fsdp_config, which means 2",

@@ -51,6 +51,13 @@ def accumulate(args: Any, script_world: int, copy_ranks: int) -> None:
         )
 
 
+def reading_ranks(trainer: Any) -> int:
+    """Return how many ranks of a copy read parts of a micro-batch; the others read the same."""
+    split = getattr(trainer.accelerator, "parallelism_config", None)
+    ranks = trainer.accelerator.num_processes if split is None else split.data_parallel_size
+    return int(ranks)
+
+
 def has_length(loader: Any) -> bool:
     try:
         len(loader)
@@ -154,7 +161,7 @@ class HostedTrainer:
         accumulation = trainer.args.gradient_accumulation_steps
         seed = trainer.args.seed
         first, tell = self._company.value_of_first, self._run.print
-        parts = int(trainer.accelerator.num_processes)  # of a copy, each read a part of a batch
+        parts = reading_ranks(trainer)
         feed = TrainerFeed(plan.loader, accumulation, seed, first, tell, parts)
         model, _ = trainer._prepare_for_training(max_steps, plan.loader, None)
         self._prepared = model, feed

@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 
 from harness.adapters import framework_claim
+from harness.adapters.transformers import limits
 from harness.adapters.transformers.data import TrainerFeed
 from harness.adapters.transformers.loop import HostedTrainer
 from harness.adapters.transformers.ranks_together import AllRanks
@@ -128,6 +129,26 @@ def _post_init(theirs: Callable[..., Any], arguments: Any) -> None:
             ThisScript.work = OwnWork(run.alive)
             ThisScript.work.begin()
     theirs(arguments)
+    if run is not None:
+        limits.check_arguments(arguments, run.replica_ranks)
+
+
+def patch_splitting(module: Any) -> None:
+    """Patch `module`, which is transformers.distributed.configuration_utils: a model that is split
+    as it is loaded must find the ranks of its copy."""
+    _wrap(module.DistributedConfig, "__post_init__", _split)
+
+
+def _split(theirs: Callable[..., None], config: Any) -> None:
+    with kept():
+        run = ThisScript.enter()
+    if run is not None and run.replica_ranks == 1:
+        raise BadInput(
+            "transformers: distributed_config (or tp_plan) splits the model over several ranks, "
+            "and here each rank is a copy of the model; say how many ranks share one, such as "
+            "`harness run --mesh tp=8`, or run with --adapt none"
+        )
+    theirs(config)
 
 
 def _if_leading(theirs: Callable[..., bool], self: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import os
 import time
 
@@ -31,6 +32,8 @@ p.add_argument("--stream", action="store_true")
 p.add_argument("--workers", type=int, default=0)
 p.add_argument("--logging-steps", type=int, default=1)
 p.add_argument("--fsdp", action="store_true")
+p.add_argument("--weights", help="a folder to load the model from, with --split")
+p.add_argument("--split", type=json.loads, help="a DistributedConfig, as JSON")
 a = p.parse_args()
 
 
@@ -127,6 +130,7 @@ args = TrainingArguments(
     disable_tqdm=True,
     seed=7,
     fsdp=a.fsdp,
+    save_only_model=bool(a.split),
 )
 torch.manual_seed(3)
 model = LlamaForCausalLM(
@@ -143,7 +147,13 @@ model = LlamaForCausalLM(
         eos_token_id=2,
     )
 )
-model.unused = torch.nn.Linear(3, 3)  # has no gradient, so it must not decay
+if a.split:
+    from transformers.distributed import DistributedConfig
+
+    how = DistributedConfig(**a.split)
+    model = LlamaForCausalLM.from_pretrained(a.weights, distributed_config=how)
+else:
+    model.unused = torch.nn.Linear(3, 3)  # has no gradient, so it must not decay
 callbacks = [Events()]
 if a.patience:
     callbacks.append(EarlyStoppingCallback(early_stopping_patience=a.patience))
