@@ -160,9 +160,11 @@ class OwnLoop:
                 "say when a backward begins; use run.steps(...) or run.loader, or balance them by "
                 "an auxiliary loss"
             )
-        batching = work.batching
-        self.micro_batches, self.micro_batch = batching.micro_batches, batching.micro_batch
-        self.share = work.feed.plan.micros(work.peers.rank)
+        batching, parts = work.batching, reading.count
+        self.micro_batches = batching.micro_batches // parts
+        self.micro_batch = batching.micro_batch * parts
+        mine = work.feed.plan.micros(work.peers.rank)
+        self.share = range(mine.start // parts, mine.stop // parts)
         self.leads = work.peers.rank == 0
         self.has_guards = work.training.guard is not None
         self._own_work = OwnWork(work.peers.life.tell)
@@ -236,9 +238,10 @@ class OwnStep:
         self.mine = range(loop.share.start, max(loop.share.start, min(loop.share.stop, count)))
         self._sums = Sums(work.batching, peers.device, peers.leads_replica)
         self._sums.begins = place.position
+        parts = loop.reading.count
         if count < loop.micro_batches:
             self._sums.shares = tuple(
-                max(0, min(start + share, count) - start)
+                max(0, min(start + share, count * parts) - start)
                 for start, share in zip(plan.starts, plan.shares, strict=True)
             )
         # in a short step, some ranks may have no micro-batch
@@ -251,7 +254,8 @@ class OwnStep:
         work.training.strategy.zero()
         self._in_rounds = rounds is not None
         if rounds is None:
-            self._noted = loop.halves.begin(len(self.mine), self._sums.shares or plan.shares)
+            shares = tuple(share // parts for share in self._sums.shares or plan.shares)
+            self._noted = loop.halves.begin(len(self.mine), shares)
         else:
             self._noted = loop.halves.begin(rounds, (rounds,))
         if self._noted and work.training.buffers is not None:
@@ -307,7 +311,9 @@ class OwnStep:
             value = value.double().clone()
             dist.all_reduce(value, group=peers.within)
             value /= peers.replica_ranks
-        self._sums.add(m, value.reshape(()), float(weight))
+        parts = self._loop.reading.count
+        for part in range(m * parts, (m + 1) * parts):
+            self._sums.add(part, value.reshape(()), float(weight) / parts)
         self._sums.tokens_weighted = True
         self._micros += 1
 
@@ -458,7 +464,7 @@ def own_loop(
     with hidden_world.inside():
         try:
             feed.first_ranks = first_ranks if per_device else 0
-            feed.open_foreign(micro_batches, micro_batch, seed, foreign)
+            feed.open_foreign(micro_batches, micro_batch, seed, foreign, reading_ranks)
         except TooManyRanks as e:
             run._announce(feed.identity(training.model, run.reduce))
             run._shrink(e)

@@ -194,14 +194,18 @@ class Feed:
         return opened
 
     def open_foreign(
-        self, micro_batches: int, micro_batch: int, seed: int, foreign: dict[str, Any]
+        self, micro_batches: int, micro_batch: int, seed: int, foreign: dict[str, Any], parts: int
     ) -> None:
         """Plan the micro-batches of a foreign trainer, which reads the data itself, in the order
-        that `foreign` describes. Raises TooManyRanks."""
+        that `foreign` describes. `parts`: of each, which different ranks of a replica read. They
+        are what a run counts as its micro-batches, so that it may have other replicas later.
+        Raises TooManyRanks."""
         self._dataset, self._foreign, self.seed = None, foreign, seed
         self.has_contents = self.stream is not None
-        self.batching = Batching(MAX_SAMPLES, micro_batches * micro_batch, micro_batch, seed, False)
-        self.plan = self.shared_out(micro_batches)
+        part, samples = micro_batch // parts, micro_batches * micro_batch
+        self.batching = Batching(MAX_SAMPLES, samples, part, seed, False)
+        whole = self.shared_out(micro_batches)
+        self.plan = replace(whole, shares=tuple(share * parts for share in whole.shares))
 
     def shared_out(self, micro_batches: int) -> Plan:
         """Return the plan that divides `micro_batches` among this world's ranks. Raises
