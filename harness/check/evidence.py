@@ -237,12 +237,21 @@ def life_of(lines: Iterable[str]) -> RankLife:
     return dataclasses.replace(life, steps=tuple(steps), written=tuple(written.values()))
 
 
-def lives_in(folder: Path) -> list[RankLife]:
-    """Return the lives of all processes that wrote to the folder, by generation and rank."""
+def lives_in(folder: Path, copy_ranks: int) -> list[RankLife]:
+    """Return the lives of all processes that wrote to the folder, by generation and rank. Where
+    several ranks hold one copy of the model, the first of each stands for it, and copies are
+    counted as ranks are otherwise."""
     found = [
         life_of(path.read_text(errors="replace").splitlines()) for path in folder.glob("*.jsonl")
     ]
-    return sorted(found, key=lambda life: (life.epoch, life.rank))
+    first = [
+        dataclasses.replace(
+            life, rank=life.rank // copy_ranks, world=max(1, life.world // copy_ranks)
+        )
+        for life in found
+        if life.rank % copy_ranks == 0
+    ]
+    return sorted(first, key=lambda life: (life.epoch, life.rank))
 
 
 def _built(kind: type[Any], body: dict[str, Any]) -> Any:

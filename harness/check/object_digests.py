@@ -310,7 +310,7 @@ def _tensor(value: torch.Tensor, digests: Digests) -> tuple[str, bytes, str]:
     told = f"tensor {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     local = getattr(value, "to_local", None)  # a DTensor: this rank's own part
     here = (local() if local is not None else value).detach()
-    if here.is_meta or here.layout is not torch.strided:
+    if here.is_meta or here.layout is not torch.strided or _is_freed(here):
         return "tensor", told.encode(), told
     try:
         digest = digests.of(value, lambda: raw_bytes(here))
@@ -319,5 +319,11 @@ def _tensor(value: torch.Tensor, digests: Digests) -> tuple[str, bytes, str]:
     return "tensor", told.encode() + digest, told
 
 
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Return whether FSDP2 has freed the values of a parameter that it gathers when needed."""
+    return bool(tensor.numel()) and tensor.untyped_storage().nbytes() == 0
+
+
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    """Return a tensor's bytes, of a copy: FSDP2 cannot resize storage that numpy has seen."""
+    return tensor.to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8).numpy().data

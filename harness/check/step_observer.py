@@ -213,7 +213,8 @@ def rows_of(given: Any) -> list[int]:
     for tensor in tensors:
         if tensor.shape[0] != count or tensor.layout is not torch.strided:
             continue
-        flat = tensor.detach().cpu().contiguous().reshape(count, -1).view(torch.uint8).numpy()
+        rows = tensor.detach().to("cpu", copy=True).contiguous().reshape(count, -1)
+        flat = rows.view(torch.uint8).numpy()
         hashes = [
             xxhash.xxh3_64_digest(before + row.tobytes())
             for before, row in zip(hashes, flat, strict=True)

@@ -47,7 +47,7 @@ SNAPSHOT_AT, KILL_AT, NOTICE_AT = 3, 6, 4  # steps
 AGAIN = 2  # steps from the second snapshot to the second kill, and from there to the end
 PAIR_TAKES = 2.5  # times as long as one worker needs to the first kill; two have to be left so much
 AGENT = shlex.split(
-    "--nproc 1 --notices none --grace-s 60 --set beat_s=0.3 --set dead_s=20 --set gpu_health=off "
+    "--notices none --grace-s 60 --set beat_s=0.3 --set dead_s=20 --set gpu_health=off "
     "--set measure_s=0 --set stage_gib=2"
 )
 WORDS_S = 3.0  # time for the other ranks to write their errors after the first has failed
@@ -61,7 +61,7 @@ COMMIT_S = 60.0  # time for the snapshot before the kill
 class ScriptAsked:
     """The subject of a check: the script and its arguments; `flags` for `harness run`; `env` added
     to this process's environment; `cwd`: the base of its relative paths; `steps`: after which it is
-    stopped."""
+    stopped; `copy_ranks`: workers that share a copy of the model, which is a node here."""
 
     argv: tuple[str, ...]
     flags: tuple[str, ...] = ()
@@ -69,6 +69,7 @@ class ScriptAsked:
     cwd: Path = field(default_factory=Path.cwd)
     steps: int = 12
     gpus: int = 0
+    copy_ranks: int = 1
 
     @property
     def path(self) -> str:
@@ -138,7 +139,7 @@ class Course:
         made.write(self.folder)
 
     def launch(self, speed: float = 1.0, gpu: str | None = None) -> Drilled:
-        """Start a node. `gpu`: the number of the GPU that it sees; None means all."""
+        """Start a node. `gpu`: the numbers of the GPUs that it sees; None means all."""
         number = len(self.nodes) + 1
         folder = self.folder / f"node{number}"
         folder.mkdir()
@@ -158,7 +159,8 @@ class Course:
         if gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = gpu
         command = [sys.executable, "-m", "harness.cli", "run", "--run", str(self.run), *AGENT]
-        command += ["--set", "addr=127.0.0.1", "--set", f"speed={speed:g}", *self.asked.flags, "--"]
+        command += ["--nproc", str(self.asked.copy_ranks), "--set", "addr=127.0.0.1"]
+        command += ["--set", f"speed={speed:g}", *self.asked.flags, "--"]
         with open(self.folder / f"node{number}.log", "wb") as log:
             process = subprocess.Popen(
                 [*command, *self.asked.command],
@@ -190,15 +192,16 @@ class Course:
         return (self.folder / PLAIN).exists() and not any((self.folder / "evidence").iterdir())
 
     def held(self) -> int:
-        """Return how many workers are being held."""
-        return len(list(self.folder.glob("held-*")))
+        """Return how many workers are being held, those of a copy together."""
+        return len(list(self.folder.glob("held-*"))) // self.asked.copy_ranks
 
     def is_alone(self) -> bool:
         """Return whether a single worker trains, since there is work for no more, and is being
         held."""
         names = sorted(path.name for path in (self.folder / "evidence").glob("*.jsonl"))
         newest = [name for name in names if name[:7] == names[-1][:7]]
-        return self.held() > 0 and len(newest) == 1 and newest[0][:7] != "e000001"
+        single = len(newest) == self.asked.copy_ranks
+        return self.held() > 0 and single and newest[0][:7] != "e000001"
 
     def kill_after_commit(self, node: Drilled, step: int, **orders: object) -> None:
         """Wait for the snapshot of that step, and kill the workers that are being held. `orders`:
@@ -210,7 +213,7 @@ class Course:
 
     def second(self) -> SecondKill:
         """Return the plan of the second kill, by what the first life has shown."""
-        first = lives_in(self.folder / "evidence")[0]
+        first = lives_in(self.folder / "evidence", self.asked.copy_ranks)[0]
         if first.pass_steps <= SNAPSHOT_AT or len(first.steps) < 2:
             return SecondKill()
         now_s = time.monotonic()
@@ -286,7 +289,7 @@ class Course:
         return Outcome(
             name,
             ended,
-            lives=tuple(lives_in(self.folder / "evidence")),
+            lives=tuple(lives_in(self.folder / "evidence", self.asked.copy_ranks)),
             records=self._records(),
             committed=self.committed(),
             total=max(totals, default=0),
@@ -405,4 +408,8 @@ def two(course: Course) -> Outcome:
 
 
 def _gpu(asked: ScriptAsked, node: int) -> str | None:
-    return str(node % asked.gpus) if asked.gpus else None
+    """Return the GPUs of a node as CUDA_VISIBLE_DEVICES names them; None: this machine has none."""
+    if not asked.gpus:
+        return None
+    first = node * asked.copy_ranks
+    return ",".join(str((first + i) % asked.gpus) for i in range(asked.copy_ranks))

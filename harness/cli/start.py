@@ -17,6 +17,7 @@ from harness.cli.node import RunFlags, _nproc
 from harness.clouds.own_wheel import WHEEL_ENV, keep_wheel
 from harness.core.flags import flag, positional
 from harness.core.input_files import output_folder
+from harness.core.mesh import parse
 from harness.core.world import BadInput
 from storage.terminal_text import Console
 
@@ -47,8 +48,15 @@ class CheckFlags:
     script_world: int = flag(
         3,
         "how many workers an unchanged script's batch is meant for, as `harness run "
-        "--script-world` takes it, one at least for each of check's two; 3 is split into 2 and 1",
+        "--script-world` takes it, one at least for each of check's two; 3 is split into 2 and 1; "
+        "with --mesh: copies of the model",
         at_least=2,
+    )
+    mesh: str = flag(
+        "",
+        "the workers that share a copy of the model, such as dp_shard=2, as `harness run --mesh` "
+        "takes it; then one copy is tried and two",
+        check=parse,
     )
     cpu: bool = flag(False, "leave this machine's GPUs alone")
     json: bool = flag(False, "print what was found as JSON")
@@ -56,7 +64,7 @@ class CheckFlags:
 
 
 def check(flags: CheckFlags) -> int:
-    """Try a script here: on one worker and two, killed, noticed, resumed.
+    """Try a script here: on one worker and two (or copies of a model), killed, noticed, resumed.
 
     Exit status 0: the script passed; 1: it did not; 2: it could not be tried.
     """
@@ -70,11 +78,13 @@ def check(flags: CheckFlags) -> int:
         raise BadInput(f"{argv[0]}: no such file (working directory: {Path.cwd()})")
     if flags.keep and Path(flags.keep).exists() and any(Path(flags.keep).iterdir()):
         raise BadInput(f"--keep {flags.keep}: wanted an empty folder")
-    told = ["--adapt", flags.adapt, "--script-world", str(flags.script_world)]
+    ranks = parse(flags.mesh).copy_ranks if flags.mesh else 1
+    told = ["--adapt", flags.adapt, "--script-world", str(flags.script_world * ranks)]
     told += [word for option in flags.attach for word in ("--attach", option)]
+    told += ["--mesh", flags.mesh] if flags.mesh else []
     env = {"CUDA_VISIBLE_DEVICES": ""} if flags.cpu else {}
     gpus = 0 if flags.cpu else _gpus()
-    asked = ScriptAsked(argv, tuple(told), env, steps=flags.steps, gpus=gpus)
+    asked = ScriptAsked(argv, tuple(told), env, steps=flags.steps, gpus=gpus, copy_ranks=ranks)
     keep = str(Path(flags.keep).resolve()) if flags.keep else ""
     # SIGTERM must clean up as well
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(INTERRUPTED))

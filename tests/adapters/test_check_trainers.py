@@ -18,10 +18,10 @@ HERE = Path(__file__).parent
 ENV = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CI": "1"}
 
 
-def checked(folder, script, *flags):
+def checked(folder, script, *flags, options=()):
     """What was found, by promise: (state, what, the script's line)."""
     path = os.pathsep.join([str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
-    words = ["check", "--json", "--within-s", "1200", "--", str(script), *flags]
+    words = ["check", "--json", "--within-s", "1200", *options, "--", str(script), *flags]
     ended = subprocess.run(
         [sys.executable, "-m", "harness.cli", *words],
         cwd=folder,
@@ -135,3 +135,14 @@ def test_a_loop_by_hand_that_begins_anew_and_has_batch_norm(tmp_path):
     assert state == "fails" and "BatchNorm1d" in what and line.startswith("model = nn.Sequential")
     assert states(found)["the same samples on any world"] == {"holds"}
     assert states(found)["resumes after a kill"] == {"holds"}
+
+
+def test_copies_of_a_model_that_its_trainer_shards(tmp_path):
+    """One copy of two workers is killed in and after the first epoch, one of two gets a notice."""
+    flags = ("--fsdp", "--epochs", "9", "--samples", "184")
+    found = checked(
+        tmp_path, HERE / "scripts/hf_trainer.py", *flags, options=("--mesh", "dp_shard=2")
+    )
+    told = states(found)
+    assert told.pop("keeps the script's files") == {"note"}
+    assert set().union(*told.values()) == {"holds"}, found
