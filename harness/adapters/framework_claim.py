@@ -23,6 +23,7 @@ ADAPT = "HARNESS_ADAPT"  # "auto", "none" or a framework; unset: not started by 
 ATTACH = "HARNESS_ATTACH"  # options of `attach` for a script that does not call it, as JSON
 MESH, REPLICA_RANKS = "HARNESS_MESH", "HARNESS_REPLICA_RANKS"
 FRAMEWORKS = ("transformers", "accelerate", "lightning", "fabric", "torchtitan")
+SPLITTING = ("transformers",)  # those whose models may be split over the ranks of a copy
 
 
 class Claims:
@@ -96,6 +97,12 @@ def claim(framework: str, by_name: bool = False, hide: bool = True) -> Session |
             return None
         if _claims.framework not in ("", framework):
             return None
+    if framework not in SPLITTING and copies_of_mesh(dict(os.environ)) > 1:
+        raise BadInput(
+            f"{framework}: wanted a rank for each copy of the model, found a mesh whose ranks "
+            f"share one (--mesh, --replica-ranks); {framework} splits models by its own settings, "
+            "or not at all here: leave it out"
+        )
     run = join(hide) if by_name else enter(hide)
     if run is not None and not _claims.framework:
         _claims.framework = framework

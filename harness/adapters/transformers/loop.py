@@ -16,7 +16,7 @@ from typing import Any
 from harness.adapters.transformers import limits
 from harness.adapters.transformers.data import SharedEvaluation, TrainerFeed, shares_losses, spelled
 from harness.adapters.transformers.ranks_together import AllRanks, Hooks, Original
-from harness.adapters.transformers.state import TrainerKept
+from harness.adapters.transformers.state import TrainerKept, reading_ranks
 from harness.adapters.transformers.trainer_step import TrainerSteps
 from harness.adapters.unused_parameters import UnusedParameters
 from harness.adapters.whole_copies import copies_of
@@ -49,13 +49,6 @@ def accumulate(args: Any, script_world: int, copy_ranks: int) -> None:
             f"model of {copy_ranks} ranks, which share no whole number of them; begin the run with "
             f"whole copies, or use a gradient accumulation that {copy_ranks} divides"
         )
-
-
-def reading_ranks(trainer: Any) -> int:
-    """Return how many ranks of a copy read parts of a micro-batch; the others read the same."""
-    split = getattr(trainer.accelerator, "parallelism_config", None)
-    ranks = trainer.accelerator.num_processes if split is None else split.data_parallel_size
-    return int(ranks)
 
 
 def has_length(loader: Any) -> bool:

@@ -58,6 +58,13 @@ class TimeSpent:
         return self.before_s + time.time() - self.began_s
 
 
+def reading_ranks(trainer: Any) -> int:
+    """Return how many ranks of a copy read parts of a micro-batch; the others read the same."""
+    split = getattr(trainer.accelerator, "parallelism_config", None)
+    ranks = trainer.accelerator.num_processes if split is None else split.data_parallel_size
+    return int(ranks)
+
+
 class TrainerMemory:
     """The plain state of a transformers.Trainer. `loading`: no collective calls are allowed."""
 
@@ -65,6 +72,7 @@ class TrainerMemory:
         self.place, self.loading = place, False
         self.spent = TimeSpent()
         self._trainer, self._company = trainer, company
+        self._parts = reading_ranks(trainer)
         self._meters = Meters.of(trainer)
         self._losses: dict[str, Any] = {}
         self._callbacks: list[Any] = []
@@ -85,6 +93,7 @@ class TrainerMemory:
             setattr(self._trainer.state, name, value)
         for name, value in told["place"].items():
             setattr(self.place, name, value)
+        self.place.batches //= self._parts
         self.spent.before_s = told["seconds"]
         self._losses, self._callbacks = told["losses"], told["callbacks"]
         if self._meters is not None and told["meters"] is not None:
@@ -94,7 +103,8 @@ class TrainerMemory:
         trainer = self._trainer
         return {
             "state": {name: getattr(trainer.state, name) for name in KEPT},
-            "place": dataclasses.asdict(self.place),
+            # in parts of micro-batches, as the copies that go on may read more or fewer at once
+            "place": dataclasses.asdict(self.place) | {"batches": self.place.batches * self._parts},
             "seconds": self.spent.seconds(),
             "losses": _losses(trainer) | {"own": sums},
             "callbacks": [
