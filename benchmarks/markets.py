@@ -38,7 +38,7 @@ def timed(what: str, job: ReplayJob, nodes: int, names: Sequence[str]) -> None:
     zone = market(2, job.limit_h, nodes)
     for name in names:
         began_s = time.process_time()
-        ended = replay([zone], 0, job, policy_named(name, job, TICK_S, 1))
+        ended = replay([zone], 0, job, policy_named(name, TICK_S))
         cpu_s = time.process_time() - began_s
         print(f"{what:28} {name:18} {cpu_s:7.2f} s  {ended.launches} launches", flush=True)
 

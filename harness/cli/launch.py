@@ -65,7 +65,7 @@ from harness.clouds.own_wheel import WHEEL_ENV, keep_wheel
 from harness.clouds.sky_broker import IDLE_MINUTES
 from harness.clouds.sky_task import pairs
 from harness.clouds.skypilot import SkyPilotCloud
-from harness.controller import combinators, policies
+from harness.controller import policies
 from harness.controller.learning import RunEstimator
 from harness.controller.policies import uses_on_demand
 from harness.controller.recovery import recover
@@ -432,6 +432,14 @@ def _unmanaged(flags: LaunchFlags) -> dict[str, str]:
     return {"HARNESS_MUST_ADOPT": "" if flags.unmanaged else "1"}
 
 
+def policy_of(flags: LaunchFlags) -> Policy:
+    """Return the policy that decides. Raises BadInput."""
+    name = _policy_name(flags)
+    if flags.cloud != "sky":
+        return policies.resolve(name)
+    return policies.launched(name, saving=flags.move_saving, stay_s=flags.move_stay_s)
+
+
 def launch(flags: LaunchFlags) -> int:
     """Lead a run until it is done: launch nodes, and replace lost ones."""
     tolerate_full_logs()
@@ -443,9 +451,8 @@ def launch(flags: LaunchFlags) -> int:
     told = receivers(flags.alert, flags.alert_rules)
     _check_prometheus(flags)
     task = with_names(sky_task.load(flags.task, envs, _secrets(flags)))
-    policy = policies.resolve(_policy_name(flags))
+    policy = policy_of(flags)
     if flags.cloud == "sky":
-        policy = combinators.together(policy, saving=flags.move_saving, stay_s=flags.move_stay_s)
         _warn_of_lost_output(task)
     if flags.dry_run:
         return show_plan(

@@ -22,7 +22,8 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from harness.controller.fleet_policy import GRACE_S, SAFE, fleet
+from harness.controller.fleet_moves import fleet, offers_at_home
+from harness.controller.fleet_policy import GRACE_S, SAFE
 from harness.controller.forecast import dynamic_program
 from harness.controller.forecast.dynamic_program import OPEN, Outlook, SpellRates, Terms, class_of
 from harness.controller.forecast.price_process import PriceSwing
@@ -87,7 +88,7 @@ def deadline(
     """
     view = _told(view, deadline_h, work_h, total_steps)
     if view.known.deadline_s is None:
-        offers = sorted(view.offers, key=usd_per_work)
+        offers = sorted(offers_at_home(view), key=usd_per_work)
         return fill(view, offers, "no deadline is known: the cheapest work that can be had")
     left = view.known.left(view.committed_step)
     if left is None:
@@ -110,8 +111,9 @@ def _told(view: View, deadline_h: float | None, work_h: float | None, steps: int
 
 def _unmeasured(view: View) -> Decision:
     """Keep nodes up while the remaining work is unknown: it might otherwise be late."""
-    spot = sorted((o for o in view.offers if o.spot), key=usd_per_work)
-    dear = sorted((o for o in view.offers if not o.spot), key=usd_per_work)
+    offers = offers_at_home(view)
+    spot = sorted((o for o in offers if o.spot), key=usd_per_work)
+    dear = sorted((o for o in offers if not o.spot), key=usd_per_work)
     room = open_offers(view, spot) or dear
     return fill(view, room, "how much work is left is not known yet: the cheapest that is there")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from harness.controller.forecast.fleet_program import (
     fleet_outlook,
     priced_fleet_outlook,
 )
+from harness.controller.forecast.room_belief import RoomBelief, WatchedRoom
 from harness.controller.forecast.spell_rates import losses_per_h
 from harness.controller.learning import (
     CHEAPER_LATER,
@@ -36,7 +36,7 @@ from harness.controller.learning import (
     coarse_grid,
 )
 from harness.controller.offer_value import useful_share
-from harness.core.estimates import SnapshotPace
+from harness.core.estimates import CapacitySeen, SnapshotPace
 from harness.core.world import (
     LOOK_AGAIN_S,
     Decision,
@@ -175,20 +175,20 @@ class FleetAtPrice:
 
 GRACE_S = 300.0  # for a node that is released to snapshot and leave
 SAFE = 1.1  # the usual changeover times this is reserved for the last one
-# Priors: preemptions of one node per hour, and the share of a fleet on spot. Each weighs as much as
-# so many observed losses, or hours.
+# Prior: preemptions of one node per hour. It weighs as much as so many observed losses.
 USUAL_LOSS_PER_H, USUAL_LOSSES = 0.2, 2.0
-USUAL_SHARE, USUAL_SHARE_H = 0.6, 6.0
+USUAL_AT_ONCE = 1.7  # nodes that are taken at once, on average; it weighs as much as one strike
 # Time is reserved for this many times the begins that the observed losses would cause.
 RESTLESS = 2.0
 CELLS, WORK_CELLS, RATIO = 300, 16, 1.3
+UNKNOWN_PRICE = 0.3  # of spot, as a share of on demand, where on demand is not offered
 
 
 @dataclass(frozen=True)
 class FleetHours:
     """Hours that are left. `work`: needed by the whole fleet for the rest; `time`: until the
     deadline; `begin`: from the request for a node until it trains; `kept`: reserved for a begin
-    after a loss; `lost`: work of the whole fleet that is lost with each preempted node."""
+    after a loss; `lost`: work of the whole fleet that is lost whenever nodes are taken."""
 
     work: float
     time: float
@@ -196,16 +196,17 @@ class FleetHours:
     kept: float
     lost: float
 
-    def safe(self, share: float, rented: int) -> bool:
+    def safe(self, share: float, strikes: float) -> bool:
         """Return whether the rest can still be done on demand in time if `share` of the fleet is
-        missing, or lost at once, or if `rented` nodes are lost one after the other."""
-        return self.time - self.work >= share * self.kept + rented * self.lost
+        missing, or lost at once, after `strikes` strikes that lose the newest work."""
+        return self.time - self.work >= share * self.kept + strikes * self.lost
 
 
 @dataclass(frozen=True)
 class FleetCase:
-    """One decision about a fleet of `most` nodes. `rented`: on spot; `bought`: on demand; offers
-    (`spot`, `dear`) are those of the fleet's place, the cheapest work first."""
+    """One decision about a fleet of `most` nodes in one place. `rented`: on spot; `bought`: on
+    demand; offers (`spot`, `dear`) are those of the place, the cheapest work first. `usual`: the
+    share of the fleet that places usually have room for."""
 
     view: View
     most: int
@@ -214,13 +215,14 @@ class FleetCase:
     bought: tuple[Node, ...]
     spot: tuple[Offer, ...]
     dear: tuple[Offer, ...]
+    usual: float
 
     @classmethod
-    def of(cls, view: View, left: float) -> FleetCase:
+    def of(cls, view: View, left: float, offers: Sequence[Offer], usual: float) -> FleetCase:
+        """Return the case of the place of these offers. `left`: worker-seconds of work."""
         most = max(1, view.max_nodes - len(view.doubted))
-        doubted = view.doubted
-        nodes = [n for n in view.alive if n.attempt not in doubted] if doubted else view.alive
-        offers = _here(view, nodes)
+        places = {offer.place for offer in offers}
+        nodes = [n for n in sure_nodes(view) if n.offer.place in places]
         one = min([o for o in offers if not o.spot] or offers, key=usd_per_work)
         ranks = most * one.workers
         work_h = left / (3600 * one.speed * ranks * view.known.efficiency(ranks))
@@ -235,6 +237,7 @@ class FleetCase:
             tuple(n for n in nodes if not n.offer.spot),
             by_cost(view, most, [o for o in offers if o.spot], work_h),
             tuple(sorted((o for o in offers if not o.spot), key=usd_per_work)),
+            usual,
         )
 
     def decide(self) -> Decision:
@@ -257,6 +260,8 @@ class FleetCase:
             if idle or self._short() or self._saved() > self._missing_usd(missing):
                 why = "what is left costs less with the missing nodes on demand"
                 return self._ask(dear[0], why)
+        if dear and (lost := self._may_be_lost()) is not None:
+            return self._ask(dear[0], "the last call: on demand, beside spot", lost)
         free = [node for node in self.bought if node.attempt not in replaced]
         if free and spot and self._safe(rented + missing + 1):
             if self._worth_changing(free[-1], spot[0]):
@@ -282,7 +287,7 @@ class FleetCase:
         case = FleetAtPrice(
             self.view,
             self.most,
-            len(self.rented) / self.most if self.rented else min(1.0, self._share()),
+            len(self.rented) / self.most if self.rented else min(1.0, self.room.usual),
             self.rented,
             tuple(among),
             self.dear[0],
@@ -300,7 +305,9 @@ class FleetCase:
     def _safe(self, nodes: int) -> bool:
         """Return `FleetHours.safe` for `nodes` nodes on spot or missing, and those yet to begin."""
         missing = nodes + self._begun
-        return self.hours.safe(missing / self.most, min(nodes, len(self.rented) + 1))
+        begin = self._strikes_per_h * self.hours.begin
+        strikes = min(nodes / self._at_once, begin + 2 * math.sqrt(begin))
+        return self.hours.safe(missing / self.most, max(1.0, strikes))
 
     @functools.cached_property
     def _begun(self) -> int:
@@ -342,8 +349,8 @@ class FleetCase:
         """Return whether less spare time is left than the losses to come may cost. Once it is
         spent, there is no time for spot any more, however much of it there is."""
         hours = self.hours
-        begins = RESTLESS * self._loss_per_h * self._share() * hours.time
-        losses_h = begins * (hours.begin + self.most * hours.lost)
+        begins = RESTLESS * self._loss_per_h * self.room.usual * hours.time
+        losses_h = begins * hours.begin + begins * self.most * hours.lost / self._at_once / RESTLESS
         return hours.time - hours.work < hours.kept + losses_h + more_h
 
     def _missing_usd(self, missing: int) -> float:
@@ -351,16 +358,33 @@ class FleetCase:
         margin that makes a change worthwhile."""
         return 1.1 * self.hours.begin * missing / self.most
 
+    def _may_be_lost(self) -> Node | None:
+        """Return a spot node to be replaced since there is no time any more for the work that goes
+        with it; None if there is none."""
+        if not self.hours.lost or self._safe(len(self.rented)):
+            return None
+        replaced = set(self.view.standing_in.values())
+        return next((node for node in self.rented if node.attempt not in replaced), None)
+
     def _may_go(self) -> bool:
         """Return whether spot alone will be in time, at less cost."""
         trains = len(self.rented) >= self.view.min_nodes or not self.rented
         return trains and not self._short(2 * self.hours.begin) and self._saved() <= 0
 
     def _pays(self, offer: Offer, dear: Offer) -> bool:
-        """Return whether spot is cheaper even with the fleet's work that a preemption loses."""
-        again = self._loss_per_h * self.most * self._snapshots.lost_s / 3600
+        """Return whether spot is cheaper even with the fleet's work that preemptions lose."""
         share = self._snapshots.share
-        return usd_per_work(offer) * (1 + share) < (1 - again) * usd_per_work(dear)
+        return usd_per_work(offer) * (1 + share) < (1 - self._again) * usd_per_work(dear)
+
+    @functools.cached_property
+    def _again(self) -> float:
+        """The share of its work that a whole fleet on spot does again, since losses undo it."""
+        return self._strikes_per_h * (self._snapshots.lost_s / 3600 if self.spot else 0.0)
+
+    @functools.cached_property
+    def _strikes_per_h(self) -> float:
+        """How often nodes of a whole fleet on spot are taken here."""
+        return self._loss_per_h * self.most / self._at_once
 
     @functools.cached_property
     def _snapshots(self) -> SnapshotPace:
@@ -378,29 +402,53 @@ class FleetCase:
         return (USUAL_LOSSES + losses) / (USUAL_LOSSES / USUAL_LOSS_PER_H + node_h)
 
     @functools.cached_property
+    def _at_once(self) -> float:
+        """Return how many nodes are taken at once on average here."""
+        losses = sum(seen.losses for seen in self._seen)
+        strikes = min(losses, sum(seen.strikes for seen in self._seen))
+        return (USUAL_AT_ONCE + losses) / (1 + strikes)
+
+    @functools.cached_property
     def _node_h(self) -> tuple[float, int]:
         """(hours that spot nodes were up here in total, number of preemptions)."""
         now_s, begins_s = self.view.now_s, began_s(self.rented)
         node_s = sum([now_s - at_s for at_s in begins_s if at_s is not None and at_s < now_s])
-        losses = 0
-        for offer in self.spot:
-            if seen := self.view.known.capacity.get(offer.name):
-                node_s, losses = node_s + seen.node_s, losses + seen.losses
-        return node_s / 3600, losses
+        node_s += sum(seen.node_s for seen in self._seen)
+        return node_s / 3600, sum(seen.losses for seen in self._seen)
 
-    def _share(self) -> float:
-        """Return the share of the fleet that was on spot on average, shrunk towards the prior."""
-        node_h, _ = self._node_h
-        ran_h = max(0.0, self.view.now_s - self.view.started_s) / 3600
-        seen = min(self.most * ran_h, node_h)
-        return (USUAL_SHARE * USUAL_SHARE_H * self.most + seen) / (
-            self.most * (USUAL_SHARE_H + ran_h)
-        )
+    @functools.cached_property
+    def _seen(self) -> list[CapacitySeen]:
+        capacity = self.view.known.capacity
+        return [capacity[offer.name] for offer in self.spot if offer.name in capacity]
+
+    @functools.cached_property
+    def room(self) -> RoomBelief:
+        """The room on spot here. A count changes as fast as nodes are lost and come back."""
+        watched = WatchedRoom.of(self._seen, self.most)
+        usual = min(0.95, watched.share(self.usual))
+        changes_per_h = self._loss_per_h / (1 - usual)
+        return RoomBelief.of(self._seen, self.most, self.view.now_s, usual, changes_per_h)
 
     def _saved(self) -> float:
         outlook, hours = self.outlook(), self.hours
         share = min(1.0, len(self.rented) / self.most)
         return outlook.saved(share, hours.work, hours.time - self.view.known.look_s / 3600)
+
+    def rest_usd(self, share: float, bought: bool, done_h: float, later_h: float) -> float:
+        """Return the expected USD for the rest, if `share` of the fleet is on spot here and the
+        others are `bought` or missing. It is `later_h` from now, and `done_h` of work are done
+        until then."""
+        hours, (hour_usd, _) = self.hours, self.prices
+        time_h = hours.time - later_h - self.view.known.look_s / 3600
+        work_h = max(0.0, hours.work - done_h)
+        return self.outlook().rest(bought, min(1.0, share), work_h, time_h) * hour_usd
+
+    @functools.cached_property
+    def prices(self) -> tuple[float, float]:
+        """USD for an hour of the whole fleet here, on demand and on spot."""
+        spot = self.spot[0].usd_per_h if self.spot else math.inf
+        dear = self.dear[0].usd_per_h if self.dear else spot / UNKNOWN_PRICE
+        return self.most * dear, self.most * min(spot, dear)
 
     def outlook(self) -> FleetOutlook:
         """Return the expected cost of the rest, at the observed rates."""
@@ -413,31 +461,23 @@ class FleetCase:
         cell_h, work_cells = grid(view, hours.work, hours.time, CELLS, WORK_CELLS)
         return FleetTerms(
             _rounded(self._loss_per_h),
-            round(min(0.95, self._share()), 1),
+            round(self.room.usual, 1),
             view.min_nodes / self.most,
-            min(1.0, _rounded(spot / dear, 1.1)) if self.dear else 0.3,
+            min(1.0, _rounded(spot / dear, 1.1)) if self.dear else UNKNOWN_PRICE,
             round(hours.begin, 4),
             round(hours.kept, 4),
             cell_h,
             CELLS + 1,
             work_cells,
+            round(self._again, 2),
         )
 
 
-def fleet(view: View, left: float) -> Decision:
-    """Decide for a fleet with a deadline. `left`: worker-seconds of work that remain."""
-    if not view.offers:
-        return Wait(LOOK_AGAIN_S, "nothing is offered")
-    return FleetCase.of(view, left).decide()
-
-
-def _here(view: View, nodes: Sequence[Node]) -> list[Offer]:
-    """Return the offers of the place of most nodes; all offers if there are no nodes there."""
-    if not nodes:
-        return list(view.offers)
-    places = Counter([n.offer.place for n in nodes])
-    home = max(places, key=places.__getitem__)
-    return [o for o in view.offers if o.place == home] or list(view.offers)
+def sure_nodes(view: View) -> tuple[Node, ...]:
+    """Return the alive nodes that may stay."""
+    if not view.doubted:
+        return view.alive
+    return tuple(node for node in view.alive if node.attempt not in view.doubted)
 
 
 def _rounded(value: float, ratio: float = RATIO) -> float:

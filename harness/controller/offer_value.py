@@ -132,7 +132,7 @@ class Worth:
                 pace = dataclasses.replace(pace, share=0.0)
             stay_h = 1 / max(losses[0], 1 / LONGEST_STAY_H)
             useful = useful_share(self.known, losses, pace, self.nodes)
-            self._losses[key] = useful, self._move_usd(offer) / stay_h
+            self._losses[key] = useful, self.move_usd(offer) / stay_h
         return self._losses[key]
 
     def interval_s(self, offer: Offer) -> float:
@@ -148,7 +148,7 @@ class Worth:
         """True if something is known about losses. Until then all offers count as equally safe."""
         return any(seen.node_s or seen.spells for seen in self.known.capacity.values())
 
-    def _move_usd(self, offer: Offer) -> float:
+    def move_usd(self, offer: Offer) -> float:
         """Return the USD of egress for reading the snapshot once in the offer's place."""
         if not self.home or not offer.place or offer.place == self.home:
             return 0.0

@@ -174,6 +174,18 @@ def uses_on_demand(name: str) -> bool:
     return any(each.partition("?")[0] in _ON_DEMAND for each in _call_of(name).names())
 
 
+def launched(name: str, *, saving: float = 0.15, stay_s: float = 1800.0) -> Policy:
+    """Return the policy of that name as `harness launch` runs it on clouds whose places do not
+    reach each other, and as all forecasts play it. `deadline` chooses places itself. Any other is
+    kept `together`; so is one that is not to move (`saving=0`), and one that `spread` shows only a
+    part of a place. Raises BadInput."""
+    policy = resolve(name)
+    names = {each.partition("?")[0] for each in _call_of(name).names()}
+    if saving > 0 and "deadline" in names and "spread" not in names:
+        return policy
+    return together(policy, saving=saving, stay_s=stay_s)
+
+
 def _call_of(name: str) -> WrittenCall:
     plain = "(" not in name.partition("?")[0]
     return WrittenCall(name) if plain else user_functions.parse("policy", name)

@@ -31,7 +31,12 @@ class CapacitySeen:
     """Observations of one offer's capacity. `open`: the last observation; None: never observed. It
     has been so since `since_s`, and was last confirmed at `seen_s` (the run's clock). `node_s`:
     total seconds that nodes were up there; `losses`: how many of them were preempted; `unnoticed`:
-    those without a notice that left time for a snapshot."""
+    those without a notice that left time for a snapshot; `strikes`: moments at which any were:
+    several are often taken at once.
+
+    `room`: the number of our nodes that it had room for at `room_s`: as many as were left when one
+    was refused or taken, else as many as were up; None: unknown. `room_node_s` over `watched_s` is
+    its average over the time in which this was watched."""
 
     open: bool | None = None
     since_s: float = 0.0
@@ -40,6 +45,11 @@ class CapacitySeen:
     node_s: float = 0.0
     losses: int = 0
     unnoticed: int = 0
+    strikes: int = 0
+    room: int | None = None
+    room_s: float = 0.0
+    room_node_s: float = 0.0
+    watched_s: float = 0.0
 
     def age_s(self, now_s: float) -> float:
         """Return for how many seconds the current state has lasted."""
@@ -54,6 +64,9 @@ class CapacitySeen:
             node_s=prior.node_s + self.node_s,
             losses=prior.losses + self.losses,
             unnoticed=prior.unnoticed + self.unnoticed,
+            strikes=prior.strikes + self.strikes,
+            room_node_s=prior.room_node_s + self.room_node_s,
+            watched_s=prior.watched_s + self.watched_s,
         )
 
     def then(self, spell: Spell, **changes: object) -> CapacitySeen:

@@ -10,6 +10,7 @@ Pure: knows facts and the nouns of `world.py`; knows no store, cloud or clock.
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -50,32 +51,68 @@ from storage.canonical_json import BadObject
 # had none.
 
 
+# nodes that are taken within this time count as taken at once
+TOGETHER_S = 120.0
+# between two observations of an offer, nobody can have missed a change of its room for long
+WATCHED_S = 3600.0
+
+
 @dataclass
 class CapacityBook:
     """The capacity that was seen of each offer, by its name. A fold of the run's attempts."""
 
     capacity: dict[str, CapacitySeen] = field(default_factory=dict)
+    _struck_s: dict[str, float] = field(default_factory=dict)  # when a node was taken last
 
-    def up(self, name: str, t: float) -> None:
-        """Record that a machine of the offer came up."""
+    def up(self, name: str, t: float, nodes: int = 1) -> None:
+        """Record that a machine of the offer came up. `nodes`: that are up with it."""
         self._look(name, True, t)
+        self._count_up(name, nodes, t)
 
-    def end(self, name: str, fact: AttemptEnded, others_up: bool) -> None:
-        """Record the end of an attempt. `others_up`: other nodes of the offer are still up, so the
-        offer has not closed: it only had no room for one more."""
+    def end(self, name: str, fact: AttemptEnded, others_up: int) -> None:
+        """Record the end of an attempt. `others_up`: how many nodes of the offer are still up: if
+        there are any, the offer has not closed, it only had no room for one more."""
         if fact.end == "no-capacity":
-            self._look(name, others_up, fact.gone_s)
+            self._look(name, others_up > 0, fact.gone_s)
+            self._count(name, others_up, fact.gone_s)
             return
         if fact.up_s is None:
             return
         before = self.capacity.get(name, CapacitySeen())
         taken = fact.end == "preempted"
+        struck_s = self._struck_s.get(name, -math.inf)
+        if taken:
+            self._struck_s[name] = fact.gone_s
         self.capacity[name] = dataclasses.replace(
             before,
             node_s=before.node_s + max(0.0, fact.gone_s - fact.up_s),
             losses=before.losses + taken,
+            strikes=before.strikes + (taken and fact.gone_s - struck_s > TOGETHER_S),
         )
-        self._look(name, not taken or others_up, fact.gone_s)
+        self._look(name, not taken or others_up > 0, fact.gone_s)
+        if taken:
+            self._count(name, others_up, fact.gone_s)
+        else:
+            self._count_up(name, others_up + 1, fact.gone_s)
+
+    def _count_up(self, name: str, nodes: int, t: float) -> None:
+        """Record that so many nodes were up at `t`, which tells nothing of a room for more."""
+        if nodes >= (self.capacity[name].room or 0):
+            self._count(name, nodes, t)
+
+    def _count(self, name: str, room: int, t: float) -> None:
+        """Record the room that an offer has at `t`. What it had until then lasted for the time
+        since it was last seen, if nobody can have missed a change."""
+        before = self.capacity[name]
+        since_s = t - before.room_s
+        watched_s = since_s if before.room is not None and 0 < since_s <= WATCHED_S else 0.0
+        self.capacity[name] = dataclasses.replace(
+            before,
+            room=room,
+            room_s=max(t, before.room_s),
+            room_node_s=before.room_node_s + (before.room or 0) * watched_s,
+            watched_s=before.watched_s + watched_s,
+        )
 
     def _look(self, name: str, is_open: bool, t: float) -> None:
         """Record that the offer was seen to be open, or closed, at `t`."""
@@ -110,7 +147,7 @@ def with_notices(
         if fact.end == "preempted" and not in_time(fact.attempt):
             found[offer.name] = dataclasses.replace(seen, unnoticed=seen.unnoticed + 1)
         elif fact.end == "drained" and fact.attempt in announced:
-            seen = dataclasses.replace(seen, losses=seen.losses + 1)
+            seen = dataclasses.replace(seen, losses=seen.losses + 1, strikes=seen.strikes + 1)
             if seen.open and seen.seen_s <= fact.gone_s and offer.name not in up:
                 spell = Spell(True, max(0.0, fact.gone_s - seen.since_s), True)
                 seen = seen.then(spell, open=False, since_s=fact.gone_s, seen_s=fact.gone_s)
@@ -414,7 +451,7 @@ class AttemptHistory:
                     self.open[attempt], state=NodeState.UP, up_s=up_s
                 )
                 self.full.gave(node.offer.name)
-                self.seen.up(node.offer.name, up_s)
+                self.seen.up(name, up_s, self._up_of(name))
             case AttemptDoubted(attempt, doubted):
                 (self.doubted.add if doubted and attempt in self.open else self.doubted.discard)(
                     attempt
@@ -459,14 +496,7 @@ class AttemptHistory:
         self.tally.end(fact, self.ended.get(fact.attempt))
         self.ended[fact.attempt] = fact
         if node and not again:
-            self.seen.end(
-                node.offer.name,
-                fact,
-                any(
-                    other.offer.name == node.offer.name and other.up_s is not None
-                    for other in self.open.values()
-                ),
-            )
+            self.seen.end(node.offer.name, fact, self._up_of(node.offer.name))
         self.progress(fact.gone_s, fact.committed_step)
         if fact.end == "no-capacity" and node:
             self.full.refused(node.offer.name, fact.gone_s)
@@ -480,6 +510,10 @@ class AttemptHistory:
         ):
             self.streaks.fruitless += 1
         self.streaks.count(fact, again)
+
+    def _up_of(self, name: str) -> int:
+        """Return the number of nodes of an offer that are up."""
+        return sum(n.offer.name == name and n.up_s is not None for n in self.open.values())
 
     def progress(self, t: float, step: int) -> None:
         if step > self.step:

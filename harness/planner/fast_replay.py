@@ -158,13 +158,13 @@ class _QuickMarket:
         attempt, name = self.tally.attempts, decision.offer.name
         if self.fleet.launch(attempt, decision.offer).alive:
             self.full.gave(name)
-            self.seen.up(name, now)
+            self.seen.up(name, now, self.fleet.up_of(name))
             if decision.instead_of is not None:
                 self.instead_of[attempt] = decision.instead_of
             return
         committed = self.tally.committed
         fact = AttemptEnded(attempt, "no-capacity", now, None, now, None, "", 0.0, 0.0, committed)
-        self.seen.end(name, fact, self._is_there(name))
+        self.seen.end(name, fact, self.fleet.up_of(name))
         self.full.refused(name, now)
 
     def _end(self, node: Node | None, at_s: float, end: str) -> None:
@@ -180,11 +180,7 @@ class _QuickMarket:
         fact = AttemptEnded(
             node.attempt, end, up_s, up_s, at_s, None, end, at_s - up_s, usd, committed
         )
-        self.seen.end(name, fact, self._is_there(name))
-
-    def _is_there(self, name: str) -> bool:
-        """Return whether a node of that offer is up."""
-        return any(node.offer.name == name for node in self.fleet.nodes.values())
+        self.seen.end(name, fact, self.fleet.up_of(name))
 
     # ---- time ------------------------------------------------------------------------------------
     def _pass(self) -> None:

@@ -199,7 +199,7 @@ def policy_of(candidate: PlanCandidate, run: PlannedRun) -> Policy:
     if name == ON_DEMAND_ONLY:
         return on_demand_only
     if name != "uniform_progress":
-        return combinators.together(policies.resolve(name))
+        return policies.launched(name)
     hours = run.hours(candidate.shape, candidate.nodes)
     by_deadline = functools.partial(
         policies.uniform_progress,

@@ -242,6 +242,7 @@ def _pooled(records: list[OfferSeen], now_s: float) -> CapacitySeen:
         node_s=sum(r.node_s for r in records),
         losses=sum(r.losses for r in records),
         unnoticed=sum(r.unnoticed for r in records),
+        strikes=sum(r.losses for r in records),  # which were at once is not recorded
     )
 
 

@@ -222,6 +222,10 @@ class MarketFleet:
         self.spans.append((node.offer.name, (node.up_s or 0.0) / 3600, at_s / 3600, taken))
         return node
 
+    def up_of(self, name: str) -> int:
+        """Return the number of nodes of an offer."""
+        return len(self._by_offer.get(name, ()))
+
     # ---- what happens ----------------------------------------------------------------------------
     def work(self) -> None:
         """Execute and bill the tick's work, up to where the work is done; then begin the next

@@ -520,7 +520,7 @@ class _Questions:
 
     def named(self, name: str, job: ReplayJob) -> Policy:
         """Return the policy as `harness launch` composes it. Raises BadInput."""
-        policy = policy_named(name, job, self.market.tick_s, len(self.market.held))
+        policy = policy_named(name, self.market.tick_s)
         if not self.market.on_demand_usd_per_h or not (self.market.bought or buys(name)):
             policy = spot_only(policy)
         return combinators.within_hours(policy, hours=self.market.hours * REPEATS)

@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from harness.controller import combinators, policies
+from harness.controller import policies
 from harness.core.world import BadInput, Policy
 from harness.planner.market_nodes import ReplayJob
 from harness.planner.market_replay import ReplayResult, replay
@@ -27,8 +27,6 @@ FIXED = "fixed_"  # prefix of policies: uniform_progress on exactly that many no
 BEST_FIXED = "best_fixed"  # the best of those, chosen afterwards
 # in the order of a table; `deadline` is our own policy, included if it exists
 USUAL = ("deadline", "uniform_progress", "greedy", "on_demand")
-# our policies that choose places themselves; the others keep a world in one place as at launch
-CHOOSE_PLACES = ("deadline",)
 
 
 @dataclass(frozen=True)
@@ -149,7 +147,7 @@ def replay_tasks(
         check_job(job)
         for name in names:
             if name != BEST_FIXED:
-                policy_named(name, job, tick_s=60.0, zones=1)
+                policy_named(name, tick_s=60.0)
     found = list[MarketTask]()
     for market, zones in markets.items():
         begins = beginnings(zones, max(job.deadline_h for job in jobs), starts)
@@ -193,9 +191,9 @@ def fixed_job(job: ReplayJob, nodes: int) -> ReplayJob:
     return dataclasses.replace(job, nodes=(nodes, nodes), work_h=work_h)
 
 
-def policy_named(name: str, job: ReplayJob, tick_s: float, zones: int) -> Policy:
+def policy_named(name: str, tick_s: float) -> Policy:
     """Return the policy as published if it is one of `published_policies.PEERS`, else as
-    `harness launch` knows it. Raises BadInput."""
+    `harness launch` runs it. Raises BadInput."""
     if name.startswith(FIXED):
         number = name.removeprefix(FIXED)
         if not number.isdecimal() or not int(number):
@@ -204,11 +202,9 @@ def policy_named(name: str, job: ReplayJob, tick_s: float, zones: int) -> Policy
     if name in PEERS:
         return peer(name, tick_s)
     try:
-        policy = policies.resolve(name)
+        return policies.launched(name)
     except BadInput as e:
         raise BadInput(f"{e}; or a published one: {', '.join(PEERS)}, {BEST_FIXED}") from e
-    alone = zones == 1 or job.nodes[1] == 1 or job.one_place
-    return policy if alone or name in CHOOSE_PLACES else combinators.together(policy)
 
 
 # ---- one window ----------------------------------------------------------------------------------
@@ -222,7 +218,7 @@ def _replayed(task: MarketTask, name: str) -> ReplayResult:
     job = task.job
     if name.startswith(FIXED):
         job = fixed_job(job, int(name.removeprefix(FIXED)))
-    policy = policy_named(name, job, task.zones[0].tick_s, len(task.zones))
+    policy = policy_named(name, task.zones[0].tick_s)
     return replay(task.zones, 0, job, policy)
 
 

@@ -283,10 +283,33 @@ def test_a_refusal_beside_a_node_of_ours_closes_nothing():
     book = CapacityBook()
     book.up("a", 10.0)
     refused = f.AttemptEnded(2, "no-capacity", 50.0, None, 50.0, None, "", 0.0, 0.0, 0)
-    book.end("a", refused, others_up=True)
-    assert book.capacity["a"] == CapacitySeen(True, 10.0, 50.0)
-    book.end("a", refused, others_up=False)
+    book.end("a", refused, others_up=1)
+    here = {"room": 1, "room_s": 50.0, "room_node_s": 40.0, "watched_s": 40.0}
+    assert book.capacity["a"] == CapacitySeen(True, 10.0, 50.0, **here)
+    book.end("a", refused, others_up=0)
     assert book.capacity["a"].open is False and len(book.capacity["a"].spells) == 1
+
+
+def test_room_is_what_was_left_by_a_refusal_or_a_loss_and_nodes_taken_at_once_count_once():
+    book = CapacityBook()
+    for n in (1, 2, 3, 4):
+        book.up("a", 10.0, n)
+
+    def end(why, gone_s, others_up):
+        fact = f.AttemptEnded(1, why, 0.0, 10.0, gone_s, None, "", gone_s, 0.0, 0)
+        book.end("a", fact, others_up)
+        return book.capacity["a"]
+
+    assert end("no-capacity", 60.0, 4).room == 4
+    assert end("preempted", 1810.0, 3).room == 3
+    seen = end("preempted", 1811.0, 2)
+    assert (seen.room, seen.losses, seen.strikes) == (2, 2, 1)
+    assert seen.room_node_s == 4 * 1800.0 + 3 * 1.0 and seen.watched_s == 1801.0
+    # a node that leaves by itself says nothing of the room for others
+    seen = end("terminated", 3000.0, 0)
+    assert (seen.room, seen.room_s) == (2, 1811.0)
+    # nobody looked for two hours
+    assert end("no-capacity", 10200.0, 0).watched_s == 1801.0
 
 
 # ---- prices --------------------------------------------------------------------------------------

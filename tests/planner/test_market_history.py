@@ -141,6 +141,7 @@ def test_what_is_known_before_a_run_begins():
         node_s=10800.0,
         losses=3,
         unnoticed=1,
+        strikes=3,
     )
     assert known.prices() == {"a": ((NOW - 6 * 86400, 1.0), (NOW - 90, 1.2))}
     # an hour later nobody knows how it is

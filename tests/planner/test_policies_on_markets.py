@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
 import pytest
 
+from harness.cli import launch
 from harness.controller.deadline_policy import by_deadline, deadline
 from harness.controller.policies import cheapest
+from harness.core.world import Offer, View
 from harness.planner.fast_replay import play
+from harness.planner.forecast import NodeShape, PlanCandidate, PlannedRun, policy_of
 from harness.planner.market_nodes import ReplayJob
 from harness.planner.market_replay import replay
 from harness.planner.optimum import WorkToDo, optimum
+from harness.planner.policy_table import policy_named
 from harness.planner.synthetic_market import make_up, usual_zones
 from harness.planner.traces import ZoneTrace
 
@@ -76,3 +81,38 @@ def test_a_fleet_is_in_time_and_uses_what_spot_there_is(deadline_h):
         paid += found.usd
         least += spot_h * job.spot_usd_per_h + (96.0 - spot_h) * job.on_demand_usd_per_h
     assert paid <= 1.25 * least
+
+
+# ---- what `harness launch` runs ---------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["deadline", "best_value", "spread(deadline, zones=2)"])
+def test_what_is_launched_is_what_simulate_plan_and_what_if_play(name):
+    """On recorded views of a fleet over three places, one after the other."""
+    rng = np.random.default_rng(3)
+    market = make_up(usual_zones(3, rng, nodes=6, usd_per_h=1.0), 30, rng, tick_s=600.0)
+    shape = NodeShape("cpu", 0, 1.0, (Offer(1.0, "a"),), None)
+    run = PlannedRun(3600.0, deadline_h=14.0)
+    played = [policy_named(name, 600.0), policy_of(PlanCandidate(shape, 6, name), run)]
+    launched = launch.policy_of(launch.LaunchFlags(task="t.yaml", policy=name, cloud="sky"))
+    found: list[View] = []
+
+    def recorded(view: View):
+        found.append(view)
+        return launched(view)
+
+    ended = play(market, 0, ReplayJob(10.0, 14.0, (1, 6), 600.0, move_usd=0.5), recorded)
+    assert len(found) > 30 and ended.launches > 6
+    for view in found:
+        assert [policy(view) for policy in played] == [launched(view)] * 2
+
+
+def test_a_fleet_leaves_a_place_that_shrinks_and_not_when_it_is_too_late():
+    """A place with room for all beside one that keeps a node of four."""
+    ticks = np.arange(400)
+    shrinks = ZoneTrace("a", 600.0, np.where(ticks < 12, 4, 1))
+    keeps = ZoneTrace("b", 600.0, np.full(400, 4))
+    job = ReplayJob(10.0, 12.0, (1, 4), 600.0, move_usd=1.0)
+    ended = play([shrinks, keeps], 0, job, deadline)
+    assert not ended.missed and ended.moves == 1 and ended.on_demand_h == 0
+    late = ZoneTrace("a", 600.0, np.where(ticks < 56, 4, 1))
+    ended = play([late, keeps], 0, dataclasses.replace(job, deadline_h=10.5), deadline)
+    assert not ended.missed and ended.moves == 0

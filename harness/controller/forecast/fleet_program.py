@@ -54,6 +54,12 @@ class FleetTerms:
     cell_h: float
     time_cells: int
     work_cells: int
+    again: float = 0.0  # share of the work of a whole fleet on spot that losses make it do again
+
+    def works_on(self, share: float) -> float:
+        """Return the share of its work that gets done with `share` of the fleet on spot: every loss
+        costs the work of a begin, and what was not saved."""
+        return 1 - min(0.5, self.loss_per_h * self.changeover_h + self.again * share)
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,10 @@ class FleetOutlook:
         """Return the saving if the missing nodes run on demand from now on, in hours of the fleet
         on demand. `share` of the fleet is on spot."""
         return self._at(WITHOUT, share, work_h, time_h) - self._at(WITH, share, work_h, time_h)
+
+    def rest(self, bought: bool, share: float, work_h: float, time_h: float) -> float:
+        """Return the cost of the rest. `bought`: the missing nodes run on demand now."""
+        return self._at(WITH if bought else WITHOUT, share, work_h, time_h)
 
     def _at(self, bought: int, share: float, work_h: float, time_h: float) -> float:
         i, f = place_below(time_h / self.terms.cell_h, self.terms.time_cells)
@@ -102,28 +112,26 @@ def fleet_outlook(terms: FleetTerms) -> FleetOutlook:
     costs = np.empty((terms.time_cells + 1, 2, LEVELS, works), np.float32)
     costs[0] = LATE * cell_h * np.arange(works)
     moved = drift(terms)
-    shares = np.linspace(0.0, 1.0, LEVELS)
-    begin = ((1 - shares) * terms.changeover_h).astype(np.float32)[:, None]
-    places = np.arange(works, dtype=np.float64)
-    # every loss costs the work of a begin
-    works_on = 1 - min(0.5, terms.loss_per_h * terms.changeover_h)
+    share = np.linspace(0.0, 1.0, LEVELS, dtype=np.float32)[:, None]
+    begin = (1 - share) * np.float32(terms.changeover_h)
+    places = np.arange(works, dtype=np.float32)
+    trains = share >= terms.least - 1e-9
+    works_on = np.vectorize(terms.works_on)(share)
+    off_done = (trains * share * works_on).astype(np.float32)
+    off_usd = (trains * share * terms.price * cell_h).astype(np.float32)
+    lost, saved = np.float32(1 - terms.works_on(1.0)), np.float32(1 - terms.price)
     for r in range(1, terms.time_cells + 1):
-        after = np.einsum("ij,bjw->biw", moved, costs[r - 1])
-        spare_h = (r - places) * cell_h
-        safe = np.clip(spare_h / terms.kept_h, 0.0, 1.0)
-        both = costs[r]
-        for level, share in enumerate(shares):
-            spot = np.minimum(share, safe)
-            done, usd = 1 - spot * (1 - works_on), 1 - spot * (1 - terms.price)
-            on = np.interp(places - done, places, after[WITH, level]) + usd * cell_h
-            trains = share >= terms.least - 1e-9
-            done, usd = (share * works_on, share * terms.price) if trains else (0.0, 0.0)
-            off = np.interp(places - done, places, after[WITHOUT, level]) + usd * cell_h
-            off[spare_h < terms.kept_h] = np.inf
-            # on demand may be released at any time; beginning it has a cost
-            both[WITHOUT, level] = np.minimum(off, on + begin[level])
-            both[WITH, level] = np.minimum(on, both[WITHOUT, level])
-        both[:, :, 0] = 0.0
+        off, on = moved @ costs[r - 1]
+        spare_h = (r - places) * np.float32(cell_h)
+        spot = np.minimum(share, np.clip(spare_h / np.float32(terms.kept_h), 0.0, 1.0))
+        on = _worked(on, 1 - spot * lost) + (1 - spot * saved) * np.float32(cell_h)
+        off = _worked(off, off_done) + off_usd
+        off[:, spare_h < terms.kept_h] = np.inf
+        # on demand may be released at any time; beginning it has a cost
+        here = costs[r]
+        np.minimum(off, on + begin, out=here[WITHOUT])
+        np.minimum(on, here[WITHOUT], out=here[WITH])
+        here[..., 0] = 0.0
     return FleetOutlook(terms, costs)
 
 
@@ -167,7 +175,7 @@ class PricedFleetOutlook:
         """Return the cost of keeping that share on spot for one cell of time."""
         fleet = self.terms.fleet
         spot_h = share * fleet.cell_h if share >= fleet.least - 1e-9 else 0.0
-        done_h = spot_h * _works_on(fleet)
+        done_h = spot_h * fleet.works_on(share)
         return spot_h * self.price + self._after(RENTED, share, work_h - done_h, time_h)
 
     def wait(self, share: float, work_h: float, time_h: float) -> float:
@@ -212,7 +220,8 @@ def priced_fleet_outlook(terms: PricedFleetTerms) -> PricedFleetOutlook:
     share = np.linspace(0.0, 1.0, LEVELS)[:, None]
     price = fleet.price * factors[:, None, None]
     trains = share >= fleet.least - 1e-9
-    rented_done = (trains * share * _works_on(fleet)).astype(np.float32)
+    works_on = np.vectorize(fleet.works_on)(share)
+    rented_done = (trains * share * works_on).astype(np.float32)
     rented_usd = (trains * share * price * cell_h).astype(np.float32)
     begin_rented = (share * np.minimum(1.0, price) * fleet.changeover_h).astype(np.float32)
     begin_bought = ((1 - share) * fleet.changeover_h).astype(np.float32)
@@ -222,7 +231,7 @@ def priced_fleet_outlook(terms: PricedFleetTerms) -> PricedFleetOutlook:
         spare_h = (r - places) * cell_h
         spot = np.minimum(share, np.clip(spare_h / fleet.kept_h, 0.0, 1.0))
         usd = (1 - spot * (1 - np.minimum(1.0, price))) * cell_h
-        bought = _worked(bought, 1 - spot * (1 - _works_on(fleet))) + usd
+        bought = _worked(bought, 1 - spot * (1 - fleet.works_on(1.0))) + usd
         rented = _worked(rented, rented_done) + rented_usd
         late = spare_h < fleet.kept_h
         rented[..., late] = np.inf
@@ -235,11 +244,6 @@ def priced_fleet_outlook(terms: PricedFleetTerms) -> PricedFleetOutlook:
         np.minimum(bought, here[RENTED], out=here[BOUGHT])
         here[..., 0] = 0.0
     return PricedFleetOutlook(terms, costs)
-
-
-def _works_on(fleet: FleetTerms) -> float:
-    """Return the share of its work that spot gets done: every loss costs the work of a begin."""
-    return 1 - min(0.5, fleet.loss_per_h * fleet.changeover_h)
 
 
 def _worked(costs: NDArray[np.float32], done: NDArray[np.floating]) -> NDArray[np.floating]:
