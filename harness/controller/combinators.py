@@ -235,6 +235,8 @@ def within_hours(policy: Policy, *, hours: float) -> Policy:
     return decide
 
 
+SPARE_CHANGEOVERS = 4.0  # in which a run with a deadline may still move
+
 # A wrapper that keeps all nodes of a run in one place, and moves them together to another.
 
 
@@ -311,11 +313,32 @@ class _Together:
             or any(n.up_s is None or view.now_s - n.up_s < self.stay_s for n in nodes)
         ):
             return None
+        if _last_hours(view):
+            return None
         worth = Worth(view)
         at_most = (1 - self.saving) * worth.cost(*(n.offer for n in nodes))
-        better = tuple(o for o in view.offers if o.place != home and worth.cost(o) <= at_most)
+        full = self._resting(view, len(nodes))
+        better = tuple(
+            o
+            for o in view.offers
+            if o.place != home
+            and not (o.spot and o.place in full)
+            and worth.cost(o) <= at_most
+        )
         wanted = self.policy(without_nodes(view, open_offers(view, better)))
         return wanted.offer if isinstance(wanted, Launch) else None
+
+    def _resting(self, view: View, nodes: int) -> set[str]:
+        """Return the places whose spot was seen to have room for fewer nodes in the last
+        `stay_s`."""
+        rooms = Counter[str]()
+        for offer in (o for o in view.offers if o.spot):
+            seen = view.known.capacity.get(offer.name)
+            known = None if seen is None or offer.name not in view.blocked else seen.room
+            if known is None or seen is None or view.now_s - seen.room_s >= self.stay_s:
+                known = nodes
+            rooms[offer.place] += known
+        return {place for place, room in rooms.items() if room < nodes}
 
     def _moving(self, view: View, nodes: list[Node], away: list[Node]) -> Decision:
         """Decide while some nodes (`away`) are in another place than the world that trains."""
@@ -339,6 +362,19 @@ class _Together:
             if all(n.up_s is not None for n in there):
                 return Terminate(there[-1].attempt, "there is no room for the whole run")
         return Wait(LOOK_AGAIN_S, "a cheaper place is made ready")
+
+
+def _last_hours(view: View) -> bool:
+    """Return whether a deadline leaves no time for a move that goes wrong: for fewer than
+    `SPARE_CHANGEOVERS` besides the work."""
+    known, left = view.known, view.known.left(view.committed_step)
+    if known.deadline_s is None or left is None:
+        return False
+    power = sum(n.offer.speed * n.offer.workers for n in staying(view))
+    ranks = sum(n.offer.workers for n in staying(view))
+    work_s = left / (power * known.efficiency(ranks)) if power else math.inf
+    spare_s = known.deadline_s - view.now_s - work_s
+    return spare_s < SPARE_CHANGEOVERS * max(known.changeover_s, view.launch_s)
 
 
 def _split(nodes: Iterable[Node], place: str) -> tuple[list[Node], list[Node]]:

@@ -206,12 +206,40 @@ class NodeCase:
         after, state = self.outlook(), self._state(rooms)
         wait = after.wait(state, hours.work, hours.useful, hours.look)
         buy = after.buy(state, hours.work, hours.useful)
-        if rooms and self._may_lose() and after.rent(hours.work, hours.useful) <= min(wait, buy):
+        # a wait must save something: what the table tells apart less exactly counts as equal
+        least = min(wait, buy) + after.terms.price * hours.look
+        if rooms and self._may_lose() and after.rent(hours.work, hours.useful) <= least:
+            if self._patient(rooms[0], after):
+                why = "the place of the snapshot may have spot again before a move pays"
+                return Wait(until_next(self.view), why)
             why = "spot is the least that the rest can cost"
             return self._wait_for_price() or self._ask(rooms[0], why)
         if buy < wait and dear:
             return self._ask(dear[0], "no spot, and waiting for it would cost more than on demand")
         return self._wait_for_spot(after, (buy - wait) * self.dear[0].usd_per_h)
+
+    def _patient(self, offer: Offer, after: Outlook) -> bool:
+        """Return whether to wait for spot at home rather than to move to `offer`: until the time
+        waited has cost as much as the move, which then costs at most twice what was necessary; and
+        not at all if the wait that is expected costs more. Less time for the rest has its price."""
+        home, now_s = self._home(), self.view.now_s
+        if not self.view.known.move_usd or not home or offer.place in ("", home):
+            return False
+        here = [o for o in self.spot if o.place == home]
+        seen = [s for o in here if (s := self.view.known.capacity.get(o.name)) is not None]
+        if not seen or open_offers(self.view, here):
+            return False
+        waited_h = (now_s - shut_since(seen, now_s)) / 3600
+        state, hours = 1 + class_of(waited_h), self.hours
+        yet_h = dynamic_program.residual_h(after.terms.rates.open_per_h, waited_h)
+        more_h = max(yet_h, hours.look)
+        now = after.wait(state, hours.work, hours.useful, hours.look)
+        later = after.wait(state, hours.work, hours.useful - more_h, hours.look)
+        hour = max(0.0, later - now) / more_h
+        dearer = usd_per_work(offer) - min(map(usd_per_work, here))
+        stay_h = min(hours.work, 1 / self._losses_per_h(offer))
+        move_usd = self.view.known.move_usd + max(0.0, dearer) * offer.speed * stay_h
+        return max(waited_h, more_h) * hour * self.dear[0].usd_per_h < move_usd
 
     def _may_lose(self) -> bool:
         """Return whether there is time for the last call after a loss."""

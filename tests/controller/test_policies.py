@@ -13,6 +13,7 @@ from harness.controller.policies import (
     resolve,
     uniform_progress,
 )
+from harness.core.estimates import CapacitySeen, Estimates
 from harness.core.world import BadInput, Launch, Node, NodeState, Offer, Stop, Terminate, View, Wait
 from harness.testing.situations import pending, situation, up
 
@@ -231,6 +232,18 @@ def test_it_moves_to_where_it_is_cheaper_only_when_that_pays() -> None:
     assert isinstance(together(cheapest, saving=0.4, stay_s=600.0)(fleet(*here)), Wait)
     assert isinstance(together(cheapest, saving=0.0)(fleet(*here, now_s=1e6)), Wait)
     assert isinstance(FLEET(fleet(up(1, EAST), up(2, EAST))), Wait)  # there is nothing better
+
+
+def test_a_place_without_room_rests_and_no_move_begins_when_time_is_short() -> None:
+    here, few = (up(1, WEST), up(2, WEST)), CapacitySeen(True, 0.0, 900.0, room=1, room_s=900.0)
+    refused = {"blocked": {"x/east/a": 950.0}}
+    assert launched(FLEET(fleet(*here, **refused))) == EAST
+    rests = Estimates(capacity={"x/east/a": few})
+    assert isinstance(FLEET(fleet(*here, known=rests, **refused)), Wait)
+    assert launched(FLEET(fleet(*here, known=rests, **refused, now_s=1600.0))) == EAST
+    for spare_s, moves in ((1300.0, True), (1100.0, False)):
+        known = Estimates(100, 2 * 3600.0, changeover_s=300.0, deadline_s=1000.0 + 3600.0 + spare_s)
+        assert isinstance(FLEET(fleet(*here, known=known)), Launch) is moves
 
 
 def test_a_world_as_large_is_ready_there_before_this_one_is_left() -> None:
