@@ -23,6 +23,7 @@ from harness.notices.sources import parse_duration
 from storage.terminal_text import Console
 
 if TYPE_CHECKING:
+    from harness.planner.decision_log import DecisionLine
     from harness.planner.market_nodes import ReplayJob
     from harness.planner.policy_table import MarketRow, MarketTable
     from harness.planner.traces import ZoneTrace
@@ -92,6 +93,12 @@ class SimulateFlags:
         choices=["", "ms", "seconds", "minutes", "hours"],
         metavar="ms|seconds|minutes|hours",
     )
+    why: str = flag(
+        "",
+        "with --trace, one --policy and one --deadline: the decisions of one window, and why: its "
+        "number, from 1 to --starts, or `worst`",
+        metavar="WINDOW",
+    )
     what_if: str = flag(
         "",
         "a finished run: what it would have cost on its own market, under other policies "
@@ -159,6 +166,8 @@ def _on_markets(flags: SimulateFlags) -> int:
     jobs = _jobs(flags)
     markets = _markets(flags)
     names = _listed(flags.policy) or policy_table.usual_policies(jobs[0])
+    if flags.why:
+        return _why(flags, markets, jobs, names)
     table = policy_table.run_table(markets, jobs, names, flags.starts, flags.jobs)
     console = Console()
     if flags.json:
@@ -173,6 +182,58 @@ def _on_markets(flags: SimulateFlags) -> int:
             if not flags.json:
                 console.print(f"drawn: {path}", highlight=False, soft_wrap=True)
     return DONE
+
+
+def _why(
+    flags: SimulateFlags, markets: Markets, jobs: Sequence[ReplayJob], names: Sequence[str]
+) -> int:
+    """Show all decisions of one policy in one window. Raises BadInput."""
+    from harness.planner import decision_log, policy_table
+
+    if not (len(markets) == len(jobs) == len(names) == 1):
+        raise BadInput(
+            f"--why: wanted one market, one --policy and one --deadline; found {len(markets)}, "
+            f"{len(names)} and {len(jobs)}"
+        )
+    [(market, zones)], [job], [name] = markets.items(), jobs, names
+    begins = policy_table.beginnings(zones, job.deadline_h, flags.starts)
+    number, worst = flags.why, flags.why == "worst"
+    if not worst and not (number.isdecimal() and 1 <= int(number) <= len(begins)):
+        raise BadInput(f"--why: wanted `worst`, or 1 to {len(begins)}; found {number!r}")
+    if worst:
+        [row] = policy_table.run_table(markets, jobs, names, flags.starts, flags.jobs).rows
+        first = max(row.windows, key=lambda w: w.over_optimum).first
+    else:
+        first = begins[int(number) - 1]
+    policy = policy_table.policy_named(name, zones[0].tick_s)
+    result, lines = decision_log.explained(zones, first, job, policy)
+    best = policy_table.optimum_of(zones, first, job)
+    of = f", {result.usd / best.usd:.3f}x of the optimum's {best.usd:.2f}" if best else ""
+    title = (
+        f"{market}, window {begins.index(first) + 1} of {len(begins)}: {name}, {result.usd:.2f} "
+        f"USD{of}, done after {result.finish_h:.2f} of {job.deadline_h:g} h"
+    )
+    Console().print(_decisions(title, lines))
+    return DONE
+
+
+def _decisions(title: str, lines: Sequence[DecisionLine]) -> Table:
+    """Return the timeline of a window."""
+    shown = _bare_table(title)
+    for column in ("hours", "work left", "time left", "USD", "nodes", "spot has", "decision, why"):
+        shown.add_column(column, no_wrap=column in ("hours", "USD"))
+    for line in lines:
+        times = f" x{line.times}" if line.did.startswith("ask") and line.times > 1 else ""
+        shown.add_row(
+            f"{line.at_h:.2f}" + (f"-{line.until_h:.2f}" if line.until_h > line.at_h else ""),
+            f"{line.work_h:.2f}",
+            f"{line.time_h:.2f}",
+            f"{line.usd:.2f}",
+            " ".join(f"{n} x {offer}" for offer, n in line.nodes) or "-",
+            " ".join(f"{zone}: {n}" for zone, n in line.rooms),
+            f"{line.did}{times}: {line.reason}",
+        )
+    return shown
 
 
 def _listed(values: Sequence[str]) -> tuple[str, ...]:
@@ -349,10 +410,9 @@ def _terms(table: MarketTable, flags: SimulateFlags) -> str:
     return "; ".join(more)
 
 
-def _show_deadline(rows: Sequence[MarketRow], job: ReplayJob, console: Console) -> None:
-    times = job.deadline_h / job.work_h
-    shown = Table(
-        title=f"deadline {job.deadline_h:g} h ({times:.3g}x the work), means of the windows",
+def _bare_table(title: str) -> Table:
+    return Table(
+        title=title,
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE_HEAD,
@@ -360,6 +420,13 @@ def _show_deadline(rows: Sequence[MarketRow], job: ReplayJob, console: Console) 
         pad_edge=False,
         show_edge=False,
         padding=(0, 1, 0, 0),
+    )
+
+
+def _show_deadline(rows: Sequence[MarketRow], job: ReplayJob, console: Console) -> None:
+    times = job.deadline_h / job.work_h
+    shown = _bare_table(
+        f"deadline {job.deadline_h:g} h ({times:.3g}x the work), means of the windows"
     )
     many = len({row.market for row in rows}) > 1
     for name in (*(["market"] if many else []), "policy"):

@@ -1,5 +1,5 @@
-"""Where a fleet with a deadline works, and when it goes elsewhere. Used by `deadline_policy.py`;
-`fleet_policy.py` decides what it does in one place.
+"""The choice of the place where a fleet with a deadline works, and of the moment of a move. Used by
+`deadline_policy.py`; `fleet_policy.py` decides what the fleet does in one place.
 
 A place is worth what the rest of the run is expected to cost there, in USD: at its prices, with the
 room that it is believed to have (`forecast/room_belief.py`), and with on demand for what that is
@@ -37,7 +37,7 @@ from harness.core.world import (
 )
 
 MOST_COMPARED = 16  # places, those with the cheapest spot
-# A move is begun only if so many begins would still be in time after it, besides the last call.
+# A move begins only if so many begins are still in time after it, besides the last call.
 BEGINS_TO_SPARE = 2.0
 
 

@@ -383,7 +383,7 @@ class FleetCase:
 
     @functools.cached_property
     def _strikes_per_h(self) -> float:
-        """How often nodes of a whole fleet on spot are taken here."""
+        """Number of moments per hour at which nodes of a whole fleet on spot are taken here."""
         return self._loss_per_h * self.most / self._at_once
 
     @functools.cached_property

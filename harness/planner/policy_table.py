@@ -39,6 +39,11 @@ class MarketWindow:
     optimum: Optimum | None
     on_demand_usd: float
 
+    @property
+    def over_optimum(self) -> float:
+        """The bill as a multiple of the optimum's; of on demand's where there is no optimum."""
+        return self.result.usd / (self.optimum.usd if self.optimum else self.on_demand_usd)
+
 
 @dataclass(frozen=True)
 class MarketRow:
@@ -81,7 +86,7 @@ class MarketRow:
     @property
     def over_optimum(self) -> tuple[float, float] | None:
         """The bill as a multiple of the optimum's: the mean over the windows, and the worst."""
-        found = [w.result.usd / w.optimum.usd for w in self.windows if w.optimum is not None]
+        found = [w.over_optimum for w in self.windows if w.optimum is not None]
         return (statistics.fmean(found), max(found)) if found else None
 
 

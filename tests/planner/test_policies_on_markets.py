@@ -12,6 +12,7 @@ from harness.cli import launch
 from harness.controller.deadline_policy import by_deadline, deadline
 from harness.controller.policies import cheapest
 from harness.core.world import Offer, View
+from harness.planner.decision_log import explained
 from harness.planner.fast_replay import play
 from harness.planner.forecast import NodeShape, PlanCandidate, PlannedRun, policy_of
 from harness.planner.market_nodes import ReplayJob
@@ -116,3 +117,22 @@ def test_a_fleet_leaves_a_place_that_shrinks_and_not_when_it_is_too_late():
     late = ZoneTrace("a", 600.0, np.where(ticks < 56, 4, 1))
     ended = play([late, keeps], 0, dataclasses.replace(job, deadline_h=10.5), deadline)
     assert not ended.missed and ended.moves == 0
+
+
+def test_every_decision_of_a_window_is_explained():
+    """In the order of time, with what was there, and as often as it was made."""
+    ticks = np.arange(400)
+    zones = [
+        ZoneTrace("a", 600.0, np.where(ticks < 12, 4, 1)),
+        ZoneTrace("b", 600.0, np.full(400, 4)),
+    ]
+    job = ReplayJob(10.0, 12.0, (1, 4), 600.0, move_usd=1.0)
+    result, lines = explained(zones, 0, job, deadline)
+    assert result == play(zones, 0, job, deadline)
+    assert [line.at_h for line in lines] == sorted(line.at_h for line in lines)
+    first, *_ = lines
+    assert (first.did, first.times, first.nodes) == ("ask a", 4, ())
+    shrunk = next(line for line in lines if line.at_h == 2.0)
+    assert shrunk.rooms == (("a", 1), ("b", 4)) and shrunk.nodes == (("a", 1),)
+    left = next(line for line in lines if line.did.startswith("let go"))
+    assert left.did == "let go 1 x a" and dict(left.nodes) == {"a": 1, "b": 4}
