@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from harness.adapters.unsaved_state import UnsavedState
+from harness.adapters.unsaved_state import MACHINERY, UnsavedState
 
 MOST_ITEMS = 100_000  # numbers and strings in one variable
 MOST_ELEMENTS = 16  # elements of a tensor
@@ -132,13 +132,20 @@ def script_frames(frame: FrameType | None) -> list[FrameType]:
 
 
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
+# folders of other environments too, from which one with --system-site-packages takes libraries
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+# libraries even where they are installed from a folder of sources, as diffusers' examples ask for
+_NEVER_SCRIPT = MACHINERY | {"torch", "transformers", "diffusers", "peft", "torchvision"}
 _HARNESS = __file__.rpartition("/harness/")[0] + "/harness/"
 
 
 def is_script(filename: str, names: Mapping[str, Any]) -> bool:
     """Return whether code belongs to the script, not to a library. `names`: its globals."""
-    if names.get("__name__") == "__main__":
+    name = str(names.get("__name__", ""))
+    if name == "__main__":
         return not filename.startswith("<")
+    if name.partition(".")[0] in _NEVER_SCRIPT or any(part in filename for part in _INSTALLED):
+        return False
     return not filename.startswith((*_LIBRARIES, _HARNESS, "<"))
 
 
@@ -193,7 +200,8 @@ def _is_own(value: Any) -> bool:
     kind = type(value)
     module = sys.modules.get(kind.__module__)
     filename = getattr(module, "__file__", None)
-    if kind.__module__ != "__main__" and (filename is None or not is_script(filename, {})):
+    names = {"__name__": kind.__module__}
+    if kind.__module__ != "__main__" and (filename is None or not is_script(filename, names)):
         return False
     from torch import nn
     from torch.utils.data import Dataset
