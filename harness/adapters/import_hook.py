@@ -31,6 +31,9 @@ PATCHES: dict[str, str] = {
     "pytorch_lightning": "harness.adapters.lightning.patch:patch",
     "lightning.fabric": "harness.adapters.lightning.fabric:patch",
     "lightning_fabric": "harness.adapters.lightning.fabric:patch",
+    "composer.trainer.trainer": "harness.adapters.other_trainers:patch",
+    "timm.utils.distributed": "harness.adapters.other_trainers:patch",
+    "ultralytics.engine.trainer": "harness.adapters.other_trainers:patch",
 }
 
 

@@ -264,9 +264,10 @@ def write_error(error: BaseException) -> None:
 STEPS_ALONE = 8  # optimizer steps after which a script is believed to have no session
 
 
-def notice_steps(mark: Path) -> None:
+def notice_steps(mark: Path, adapts: bool) -> None:
     """Leave a file beside `mark` when torch's optimizers step in this process before a session has
-    left its own."""
+    left its own. `adapts`: refuse such a script, with BadInput from the optimizer's step, if each
+    of several workers trains for itself."""
     if "torch" not in sys.modules:
         return
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -283,8 +284,21 @@ def notice_steps(mark: Path) -> None:
             left = 0
         elif not left:
             mark.with_name(UNADOPTED).touch()
+            world = int(os.environ.get("WORLD_SIZE", 1))
+            if adapts and world > 1 and not sys.modules["torch"].distributed.is_initialized():
+                raise BadInput(each_for_itself(world))
 
     register_optimizer_step_post_hook(stepped)
+
+
+def each_for_itself(world: int) -> str:
+    """Return the message for a script whose workers know nothing of each other."""
+    return (
+        f"wanted one training by {world} workers, found that each trains for itself: the script "
+        "has no session, no trainer that an adapter drives, and no process group. Give its loop "
+        "run.steps or run.loader (docs/trainers/loops.md), or start one worker (--nproc 1 "
+        "--worlds 1); if each is to train for itself, say --adapt none"
+    )
 
 
 def run(order: dict[str, Any]) -> None:
@@ -294,10 +308,10 @@ def run(order: dict[str, Any]) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before anything can initialize CUDA
     learn(os.environ)
     argv: list[str] = order["argv"]
+    adapt = os.environ.get("HARNESS_ADAPT", "none")
     if mark := os.environ.get("HARNESS_MARK"):
-        notice_steps(Path(mark))
+        notice_steps(Path(mark), adapt != "none")
     try:
-        adapt = os.environ.get("HARNESS_ADAPT", "none")
         if adapt != "none":
             try:
                 extensions.load(extensions.IMPORT_HOOK, f"--adapt {adapt}").install()

@@ -179,7 +179,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from harness.node.forkserver import notice_steps
 mark, attaches = Path(sys.argv[1]), int(sys.argv[2])
-notice_steps(mark)
+notice_steps(mark, False)
 seen = []
 register_optimizer_step_post_hook(lambda *_: seen.append(1))  # a script's own
 weight = torch.nn.Parameter(torch.ones(1))
@@ -200,3 +200,35 @@ def test_steps_without_a_session_are_noticed_beside_hooks_of_the_script(
     command = [sys.executable, "-c", STEPS, str(tmp_path / "mark.json"), str(attaches)]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert said.split() == ["20", str(unadopted)]
+
+
+TRAINS_ALONE = """
+import os
+import torch
+if os.environ.get("GROUP"):
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([weight])
+weight.grad = torch.ones(1)
+for step in range(20):
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [
+        ({"HARNESS_ADAPT": "auto", "WORLD_SIZE": "2"}, True),
+        ({"HARNESS_ADAPT": "auto", "WORLD_SIZE": "1"}, False),
+        ({"HARNESS_ADAPT": "none", "WORLD_SIZE": "2"}, False),
+        ({"HARNESS_ADAPT": "auto", "WORLD_SIZE": "2", "GROUP": "1"}, False),
+    ],
+)
+def test_workers_that_train_each_for_itself_are_refused(start, tmp_path, more, refused):
+    process, out = start(TRAINS_ALONE, **more, HARNESS_MARK=str(tmp_path / "mark.json"))
+    assert process.wait(60) == int(refused), out.read().decode()
+    if refused:
+        message = json.loads((tmp_path / "error.json").read_text())["message"]
+        assert message["type"] == "BadInput"
+        assert "2 workers, found that each trains for itself" in message["text"]
