@@ -242,7 +242,7 @@ def _signed(pieces: list[UnsavedPiece]) -> SignedPieces:
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for tensors_of, _ in parts.values():
         for tensor in tensors_of:
-            sums.setdefault(tensor.device, []).append(_bits(tensor))
+            sums.setdefault(tensor.device, []).append(bits_of(tensor))
     numbers = {device: iter(torch.stack(each).tolist()) for device, each in sums.items()}
     return {
         path: (hash(tuple(next(numbers[t.device]) for t in tensors_of)), plain)
@@ -250,7 +250,7 @@ def _signed(pieces: list[UnsavedPiece]) -> SignedPieces:
     }
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor's bits, read as integers. ()"""
     tensor = tensor.detach()
     if tensor.is_complex():

@@ -12,14 +12,17 @@ import pytest
 pytest.importorskip("accelerate")
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from harness.adapters.accelerate.forward_replay import Tape
 from harness.adapters.accelerate.rounds import Interleaved, deal
-from harness.adapters.accelerate.script_state import Decisions, ScriptVariables
+from harness.adapters.accelerate.script_state import Decisions, ScriptVariables, is_script
 from harness.core.world import BadInput
 from harness.look.audit.audit import audit
+from storage.export.safetensors import export
+from storage.snapshots.snapshots import Snapshots
 from storage.stores.store_urls import open_store
 from support.worlds import Nursery, environment, history
 
@@ -392,6 +395,19 @@ def test_a_script_decides_again_as_it_did():
 
 
 # ---- what a script registers nowhere -------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("filename", "module", "own"),
+    [
+        ("/opt/base/lib/python3.11/site-packages/accelerate/state.py", "accelerate.state", False),
+        ("/usr/lib/python3/dist-packages/ema.py", "ema", False),
+        ("/home/me/diffusers/src/diffusers/training_utils.py", "diffusers.training_utils", False),
+        ("/home/me/train/ema.py", "ema", True),
+    ],
+)
+def test_libraries_of_other_environments_are_not_the_script_s_own(filename, module, own):
+    assert is_script(filename, {"__name__": module}) == own
+
+
 AVERAGES = SCRIPT.with_name("accelerate_averages.py")
 
 
@@ -404,7 +420,7 @@ def flat(value):
     return torch.as_tensor(value).double().reshape(-1).tolist()
 
 
-@pytest.mark.parametrize("worlds", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("worlds", [(1, 2), (2, 1)])
 def test_averages_that_nobody_registered_go_on_after_a_kill(nursery, tmp_path, worlds):
     """... behind an epoch's end, after which it has asked its tracker for its writer."""
     out, calm = tmp_path / "out", tmp_path / "calm"
@@ -417,6 +433,12 @@ def test_averages_that_nobody_registered_go_on_after_a_kill(nursery, tmp_path, w
     found, wanted = (torch.load(folder / "means.pt") for folder in (out, calm))
     for name in wanted:
         assert flat(found[name]) == pytest.approx(flat(wanted[name]), abs=1e-6), name
+    # the main process alone put one into the model; the last snapshot has it from every rank
+    snapshots = Snapshots(open_store(str(out / "run")))
+    export(snapshots, snapshots.latest(), tmp_path / "model")
+    weights = load_file(next((tmp_path / "model").glob("*.safetensors")))
+    averaged = {f"module.{name}": tensor for name, tensor in weights.items()}
+    assert flat(averaged) == flat({name: found["averaged"][name] for name in averaged})
 
 
 def test_a_loader_without_an_optimizer_is_left_to_accelerate(nursery, tmp_path):

@@ -28,6 +28,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from harness.adapters.accelerate import data as feeds
@@ -46,6 +47,7 @@ from harness.adapters.accelerate.rounds import (
 )
 from harness.adapters.accelerate.script_state import Decisions, ScriptVariables, is_script
 from harness.adapters.framework_claim import second_training
+from harness.adapters.unsaved_state import bits_of
 from harness.adapters.unused_parameters import UnusedParameters
 from harness.core.world import BadInput
 from harness.loops.own_loop import OwnLoop, gradients_kept, own_loop, script_world
@@ -659,6 +661,24 @@ class Driver:
             self._arrive(self._replay, None)
         if self._open is not None and self._open.synced:
             self._end_step(self._open)
+
+    def share_model(self) -> None:
+        """Give all ranks the model of rank 0, whose script may have put an average of the weights,
+        or another precision, into it when its loop was over. Collective."""
+        if self.loop is None or self.run.world == 1:
+            return
+        models = dict.fromkeys(self.prepared.all("_models"))
+        tensors = [t for one in models for t in (*one.parameters(), *one.buffers())]
+        sums = [int(bits_of(t)) for t in tensors]
+        own = [(str(t.dtype), tuple(t.shape), at) for t, at in zip(tensors, sums, strict=True)]
+        theirs, *others = self.run._peers.gather(own)
+        if all(one == theirs for one in others):
+            return
+        if any([s for _, s, _ in one] != [s for _, s, _ in theirs] for one in others):
+            return  # the snapshot refuses it, and names what differs
+        for tensor, (dtype, _, _) in zip(tensors, theirs, strict=True):
+            tensor.data = tensor.data.to(getattr(torch, dtype.removeprefix("torch.")))
+            dist.broadcast(tensor.data, 0)
 
     # ---- resuming --------------------------------------------------------------------------------
     def _go_through(

@@ -76,6 +76,7 @@ def begin(by_name: bool = False) -> Driver | None:
 
 def _conclude(conclude: Callable[[], None]) -> None:
     _driver[0].ended()
+    _driver[0].share_model()
     conclude()
 
 
@@ -315,6 +316,7 @@ def _end_training(original: Any, self: Any) -> None:
         drives.ended()
     original(self)
     if drives is not None and drives.loop is not None and "HARNESS_MARK" not in os.environ:
+        drives.share_model()
         drives.loop.finished()  # nobody waits for the script to end
 
 

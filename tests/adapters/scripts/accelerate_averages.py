@@ -103,6 +103,7 @@ def main():
             "trace": trace,
         }
         torch.save(means, os.path.join(a.out, "means.pt"))
+        model.load_state_dict(averaged.module.state_dict())  # as diffusers' examples end
     accelerator.end_training()
 
 
