@@ -54,6 +54,7 @@ class Notes:
 
     of: dict[Ref, Note] = field(default_factory=dict)
     extra: Collection[str] = ()
+    ends: tuple[int, ...] = ()  # steps whose snapshots are never pruned
     near: Callable[[Manifest], dict[str, float]] = lambda manifest: {}
     # records that a mark was taken back
     pardoned: Callable[[Ref, str], None] = lambda ref, what: None
@@ -499,7 +500,8 @@ def _show(args: Any, store: ObjectStore, console: Console, tell: FindNotes) -> i
 
 # ---- prune ---------------------------------------------------------------------------------------
 def _prune(args: Any, store: ObjectStore, console: Console, tell: FindNotes) -> int:
-    keep = Keep(args.keep_last, args.keep_every, args.keep_best, tuple(args.keep_ages))
+    ages_h, ends = tuple(args.keep_ages), tell(store).ends
+    keep = Keep(args.keep_last, args.keep_every, args.keep_best, ages_h, ends)
     gone, deleted = would_prune(store, keep)
     will = "would delete" if args.dry_run else "deletes"
     committed = Snapshots(store).manifests()[0]

@@ -27,12 +27,10 @@ SPLITTING = ("transformers",)  # those whose models may be split over the ranks 
 
 
 class Claims:
-    """The claims of this process. `framework`: the one that drives; "": none yet; `trained`: a
-    training has begun."""
+    """The claims of this process. `framework`: the one that drives; "": none yet."""
 
     def __init__(self) -> None:
         self.framework = ""
-        self.trained = False
         self.run: Session | None = None
 
 
@@ -115,24 +113,12 @@ def claimed() -> str:
     return _claims.framework
 
 
-def refuse_second(call: str) -> None:
-    """Raise BadInput if this process has trained before `call`, whichever trainer did."""
-    if _claims.trained:
-        raise BadInput(second_training(call))
-
-
-def begin_training(call: str) -> None:
-    """Note that this process' training begins with `call`. Raises BadInput as `refuse_second`."""
-    refuse_second(call)
-    _claims.trained = True
-
-
 def second_training(call: str) -> str:
-    """Return the message for a script that trains more than once."""
+    """Return the message for a script that trains more than once, in a way that does not show
+    where one training ends and the next one begins."""
     return (
-        f"{call}: this script trains a second time, and one run is one training: make the second "
-        "a script and a run of its own, which begins with the weights of the first, or run with "
-        "--adapt none"
+        f"{call}: where this training ends and another one begins cannot be told; prepare what the "
+        "second one trains after the first, make it a run of its own, or run with --adapt none"
     )
 
 

@@ -13,19 +13,18 @@ from harness.bucket.layout import (
     CONTROL,
     DOUBT,
     HUNG,
-    IDENTITY,
     LEAVE,
     RELEASED,
     SNAPSHOT,
     STOP_KEY,
     WITHOUT_SESSION,
     Epoch,
-    Identity,
     StopOrder,
     order_by,
     order_key,
 )
 from harness.bucket.orders import ask_to_stop, asked_to_leave, stop_order
+from harness.bucket.phases import newest_identity
 from harness.core.batch import halved
 from storage.canonical_json import BadObject
 from storage.errors import NotFound, StoreUnavailable
@@ -232,17 +231,21 @@ class RunOrders:
         """Return the number of ranks that a step has work for; None: no limit, or not known yet."""
         if self._room is None:
             try:
-                found = Identity.decode(self.store.get(IDENTITY))  # never changes
+                found = newest_identity(self.store)
                 self._room = found.micro_batches * self._replica_ranks or NO_LIMIT
             except (NotFound, BadObject):
                 # not there yet, or invalid: workers report errors in it
                 return None
         return None if self._room == NO_LIMIT else self._room
 
+    def forget_room(self) -> None:
+        """Read anew how many ranks a step has work for: the run may be in another phase."""
+        self._room = None
+
     def micro_batch(self, halvings: int) -> int:
         """Return the samples of a micro-batch after so many halvings; 0: not known."""
         try:
-            found = Identity.decode(self.store.get(IDENTITY)).micro_batch
+            found = newest_identity(self.store).micro_batch
         except (NotFound, BadObject):
             return 0
         return halved(found, halvings) if found else 0

@@ -43,6 +43,7 @@ from storage.stores.objects import ObjectStore, checked_key
 
 # ---- keys ----------------------------------------------------------------------------------------
 IDENTITY = "run.json"  # create-only: the run's identity
+PHASES = "phases/"  # + number: create-only, the identity of each later training (phases.py)
 LEASES = "lease/"
 CONTROL = "control/"
 STOP_KEY = "control/stop.json"  # the whole run drains, and no node rejoins automatically
@@ -77,6 +78,7 @@ MOST_TTL_S = 600.0  # greatest accepted timeout of a controller
 USUAL_TTL_S = 20.0  # timeout of a lease term that gives none
 
 _NAME = r"([^/]+)"
+_PHASE = re.compile(r"phases/([0-9]{6,12})\.json")
 _TERM = re.compile(r"lease/(\d{6,12})\.json")
 _EPOCH = re.compile(r"rdzv/epochs/([0-9]{6,12})\.json")
 _MEMBER = re.compile(rf"rdzv/members/{_NAME}\.json")
@@ -110,6 +112,17 @@ def epoch_key(epoch: int) -> str:
 def epoch_of(key: str) -> int:
     """Return the number in a generation's key; 0 for another key."""
     found = _EPOCH.fullmatch(key)
+    return int(found[1]) if found else 0
+
+
+def phase_key(phase: int) -> str:
+    """Return the key of a phase's identity. `phase`: 1 for the script's first training."""
+    return IDENTITY if phase == 1 else f"{PHASES}{phase:06d}.json"
+
+
+def phase_of(key: str) -> int:
+    """Return the number in the key of a later phase's identity; 0 for another key."""
+    found = _PHASE.fullmatch(key)
     return int(found[1]) if found else 0
 
 
@@ -164,9 +177,9 @@ def claim_key(tracker: str, first: int) -> str:
 # ---- run.json ------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Identity:
-    """The values that must stay the same for the whole run. `body`: the whole object, including
-    fields of a newer version; the chain of step records begins with its hash. `samples`: 0 for an
-    iterable dataset."""
+    """The values that must stay the same for the whole run, or for one phase of it. `body`: the
+    whole object, including fields of a newer version; the chain of step records begins with its
+    hash. `samples`: 0 for an iterable dataset. `begins`: the steps of the phases before."""
 
     version: Count = 1
     seed: int = 0
@@ -178,6 +191,8 @@ class Identity:
     model: str = ""
     reduce: str = ""
     contents: bool = False
+    phase: Count = 1
+    begins: Natural = 0
     body: dict[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from harness.bucket.archive import Live, raw_key, read_volumes, segments
-from harness.bucket.layout import EPOCHS, HEADS, IDENTITY, SETUP
+from harness.bucket.layout import EPOCHS, HEADS, IDENTITY, PHASES, SETUP
 from harness.core.decoding import Amount, Natural, decoded, word
 from harness.core.signing import RunKey, SigningKey, key_in
 from storage.canonical_json import BadObject, canonical, digest
@@ -46,7 +46,7 @@ from storage.stores.objects import (
 HEAD_NBYTES = 64 << 20  # large, since the first head names all earlier objects
 PURPOSE = "head"
 # prefixes of the objects that a head must name
-NAMED = (IDENTITY, SETUP, EPOCHS, MANIFESTS, QUARANTINE, ALLOWED)
+NAMED = (IDENTITY, PHASES, SETUP, EPOCHS, MANIFESTS, QUARANTINE, ALLOWED)
 _HEAD = re.compile(r"heads/(\d{8,12})\.json")
 
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from harness.bucket.archive import read_facts
 from harness.bucket.journal import Journal
-from harness.bucket.layout import IDENTITY, SAMPLES
+from harness.bucket.layout import IDENTITY, PHASES, SAMPLES
+from harness.bucket.phases import read_phases
 from harness.bucket.setup_objects import read_diff, with_diff, write_launch
 from harness.cli.common import DONE, existing_store, with_key
 from harness.clouds.sky_task import pairs
@@ -276,8 +277,9 @@ def notes_of(store: ObjectStore) -> Notes:
         except StoreError as e:
             print(f"harness: the export is whole, and not in the run's record ({e})")
 
-    extra = [*store.list(IDENTITY), *store.list(SAMPLES)]
-    return Notes(of, extra, seen_here(), pardoned, exported)
+    extra = [*store.list(IDENTITY), *store.list(PHASES), *store.list(SAMPLES)]
+    ended = read_phases(store)[-1].ended if store.list(PHASES) else ()
+    return Notes(of, extra, ended, seen_here(), pardoned, exported)
 
 
 def _say(store: ObjectStore, fact: Fact) -> None:

@@ -55,6 +55,10 @@ class StepRecord:
     skipped: str = ""  # why the guards have skipped the update; "": they have not
     # Samples of a micro-batch, if memory ran out with the run's; 0: it was the run's.
     micro_batch: int = 0
+    # The script's training that made it (bucket/phases.py), and the first 16 digits of the hash of
+    # that phase's identity; "" in the first phase, whose identity the chain begins with.
+    phase: int = 1
+    identity: str = ""
 
     @property
     def replica_ranks(self) -> int:
@@ -83,6 +87,8 @@ class StepRecord:
             del body["skipped"]
         if not self.micro_batch:
             del body["micro_batch"]
+        if self.phase == 1:
+            del body["phase"], body["identity"]
         return body
 
 

@@ -59,6 +59,7 @@ class Rewinds:
         self._guards = guards
         self._orders: list[RewindOrder] | None = None  # None: not read yet
         self._warmth = 1.0  # factor on the learning rate of the present step
+        self._hooks: list[Any] = []
 
     def why_left_out(self, work: Work, number: int) -> str:
         """Return why a rewind leaves out this step; "": none does. Raises StoreError."""
@@ -100,7 +101,8 @@ class Rewinds:
         first = max(1, number - self._guards.rewind_steps + 1)
 
         def written() -> RewindOrder:
-            step = snapshot_before(run.snapshots, first - 1, orders)
+            before = max(first - 1, run.phase.begins)
+            step = snapshot_before(run.snapshots, before, orders)
             made = RewindOrder(
                 run.epoch + 1, step, number - 1, spike, max(first, step + 1), number
             )
@@ -117,14 +119,18 @@ class Rewinds:
     # ---- the learning rate after a rewind --------------------------------------------------------
     def rewarm(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Let these optimizers step with a lower learning rate for some steps after a rewind."""
+        while self._hooks:  # an earlier training's: this one may have the same optimizer
+            self._hooks.pop().remove()
         if not self._guards.rewarm_steps:
             return
         for optimizer in optimizers:
             kept: list[Any] = []
-            optimizer.register_step_pre_hook(
-                lambda one, *_, kept=kept: self._cool(one, kept)
-            )
-            optimizer.register_step_post_hook(lambda one, *_, kept=kept: _restored(one, kept))
+            self._hooks += [
+                optimizer.register_step_pre_hook(
+                    lambda one, *_, kept=kept: self._cool(one, kept)
+                ),
+                optimizer.register_step_post_hook(lambda one, *_, kept=kept: _restored(one, kept)),
+            ]
 
     def _cool(self, optimizer: torch.optim.Optimizer, kept: list[Any]) -> None:
         kept[:] = [group["lr"] for group in optimizer.param_groups]

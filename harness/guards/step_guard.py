@@ -81,6 +81,7 @@ class StepGuard:
                 f"guards are not built for the strategy {getattr(strategy, 'name', strategy)!r}, "
                 "as it may keep gradients elsewhere than in p.grad; leave out guards="
             )
+        self._rules = StepRules(self.guards)  # what an earlier training's losses were says nothing
         self._rewinds.rewarm(training.optimizers)
         assert training.model is not None
         first = next(training.model.parameters())

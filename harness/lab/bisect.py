@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from harness.bucket.archive import read_facts
-from harness.bucket.layout import IDENTITY, Identity
+from harness.bucket.phases import phase_at, read_phases
 from harness.core.facts import Fact, GuardTripped, SessionStarted, StepDone, StepSkipped
 from harness.core.world import BadInput, HarnessError
 from harness.guards.guard_rules import LEFT_OUT, SETTINGS, Guards, StepRules
@@ -107,7 +107,7 @@ def bisect(
     facts = [one.fact for one in read_facts(store)]
     step = step or step_in_question(facts)
     manifest = _snapshot_before(store, step)
-    identity = Identity.decode(store.get(IDENTITY)).body
+    identity = phase_at(read_phases(store), step).identity or {}
     done, start = _done(facts, step), manifest.step if manifest else 0
     told = _session_of(facts, step)
     first = told.epoch, told.world // max(1, len(told.shares))

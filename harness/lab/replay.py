@@ -25,7 +25,8 @@ import numpy as np
 from rich.console import Console
 
 from harness.bucket.journal import read_records
-from harness.bucket.layout import IDENTITY, SAMPLES, Identity, read_epoch
+from harness.bucket.layout import SAMPLES, read_epoch
+from harness.bucket.phases import phase_at, read_phases
 from harness.core import step_records as rec
 from harness.core.batch import halved, replicas_of
 from harness.core.mesh import parse_choice
@@ -83,10 +84,11 @@ def replay(
     newest = source.latest()
     assert newest is not None
     named = newest.data["samples"]
-    identity = Identity.decode(store.get(IDENTITY)).body
-    genesis = rec.genesis(identity)
+    phases = read_phases(store)
+    phase, genesis = phase_at(phases, start + 1), rec.genesis(phases[0].identity or {})
+    identity = phase.identity or {}
     original = {r.step: r for r in read_records(store, named["key"], named["head"], genesis)}
-    last = min(start + steps, newest.step)
+    last = min(start + steps, newest.step if phase.ends is None else phase.ends)
     sizes = [original[step].micro_batch for step in range(start + 1, last + 1)]
     # a window ends where micro-batches became smaller: no try of the script has both
     last -= len(sizes) - next((i for i, n in enumerate(sizes) if n != sizes[0]), len(sizes))
@@ -168,13 +170,24 @@ def environment_of(
 def copy_snapshot(
     store: ObjectStore, copy: ObjectStore, manifest: Manifest | None, orders: Iterable[str]
 ) -> None:
-    """Copy a snapshot, if there is one, and the run's identity. `orders`: keys of rewinds, whose
-    updates are left out again."""
-    keys = [IDENTITY, *orders]
-    if manifest is not None:
-        keys += [*manifest.objects, *store.list(f"{PARTS}{manifest.ref.name}/list-")]
-        keys.append(f"{MANIFESTS}{manifest.ref.name}.json")
-    for key in keys:
+    """Copy a snapshot, if there is one, and what goes before its steps: the identities of the
+    phases so far, and the ends of those that are over. `orders`: keys of rewinds, whose updates are
+    left out again. Raises BadInput if such an end is missing."""
+    phases, snapshots = read_phases(store), Snapshots(store)
+    phase = phase_at(phases, (manifest.step if manifest else 0) + 1)
+    keys = [*(one.key for one in phases[: phase.number]), *orders]
+    wanted = {manifest.ref: manifest} if manifest else {}
+    for step in phase.ended:
+        ref = max((one for one in snapshots.refs() if one.step == step), default=None)
+        if ref is None:
+            raise BadInput(
+                f"{store.url}: wanted a snapshot of step {step}, where a phase ended, found none"
+            )
+        wanted[ref] = snapshots.load(ref)
+    for ref, one in wanted.items():
+        keys += [*one.objects, *store.list(f"{PARTS}{ref.name}/list-")]
+        keys.append(f"{MANIFESTS}{ref.name}.json")
+    for key in dict.fromkeys(keys):
         copy.put(key, store.get(key))
 
 

@@ -44,14 +44,12 @@ from harness.node.heartbeat import WorkerPhase
 from harness.worker import boundary as machine
 from harness.worker.alone import world as hidden_world
 from harness.worker.batches.loader import seed_everything
-from harness.worker.boundary import Boundary
 from harness.worker.gradients.parallel import Replicated
 from harness.worker.gradients.parallel import once as norm_once
 from harness.worker.run_context import SCRIPT_WORLD
 from harness.worker.step import Sums, Work
 from harness.worker.step_timing import BACKWARD, COMMUNICATION, DATA, FORWARD, OPTIMIZER, OTHER
 from harness.worker.training_state import Judged
-from harness.worker.votes import HalfSteps
 from storage.canonical_json import BadObject
 from storage.errors import NotFound
 
@@ -68,6 +66,12 @@ OWN_MOST_S = 6 * 3600.0  # the longest that heartbeats continue for one piece of
 
 class OwnWork:
     """The heartbeat thread of the script's own work. `alive`: sends one heartbeat."""
+
+    @classmethod
+    def of(cls, run: Session) -> OwnWork:
+        """Return the one that all loops of a session share."""
+        found: OwnWork = vars(run).setdefault("_own_work", cls(run._peers.life.tell))
+        return found
 
     def __init__(self, alive: Callable[[], None]):
         self._alive = alive
@@ -144,16 +148,10 @@ class OwnLoop:
     """A foreign loop, made by `own_loop`; see the module. `micro_batches`: their number in
     a full step, on all ranks together; `micro_batch`: samples in each."""
 
-    def __init__(
-        self,
-        work: Work,
-        hands: Boundary,
-        halves: HalfSteps,
-        place: DataPlace,
-        reading: ReadingRanks,
-    ):
-        self._work, self._hands, self._place = work, hands, place
-        self.halves, self.reading = halves, reading
+    def __init__(self, run: Session, place: DataPlace, reading: ReadingRanks):
+        work = self._work = run._work
+        self._hands, self._place, self.halves = run._hands, place, run._halves
+        self.reading, self._own_work = reading, OwnWork.of(run)
         if work.training.loads.watches:
             raise BadInput(
                 "the model has routers that are balanced once per step, and this trainer does not "
@@ -167,7 +165,6 @@ class OwnLoop:
         self.share = range(mine.start // parts, mine.stop // parts)
         self.leads = work.peers.rank == 0
         self.has_guards = work.training.guard is not None
-        self._own_work = OwnWork(work.peers.life.tell)
         self.seed_between()
 
     def begin(
@@ -211,16 +208,21 @@ class OwnLoop:
         """Commit the final snapshot, after the training and before the script's own work."""
         self._own_work.end()
         self._hands.turn(machine.Reached())
+        # The script draws the same next, whoever has made the last step, and other numbers than
+        # behind its other trainings.
+        seed_everything(seed_for(self._work.feed.seed, self._work.run.step, self.micro_batches))
         self._own_work.begin()
 
     def seed_between(self) -> None:
         """Seed the generators, so that code between two steps draws the same on any world."""
-        feed, step = self._work.feed, self._work.run.step
+        feed, run = self._work.feed, self._work.run
+        step = run.step - run.phase.begins
         seed_everything(seed_for(feed.seed, step, self.micro_batches))
 
 
 class OwnStep:
-    """One optimizer update of a foreign loop; see the module."""
+    """One optimizer update of a foreign loop; see the module. `number`: its place in this
+    training of the script."""
 
     def __init__(
         self,
@@ -231,7 +233,7 @@ class OwnStep:
         rounds: int | None,
         place: DataPlace,
     ):
-        self.number = work.run.step + 1
+        self.number = work.run.step - work.run.phase.begins + 1
         self.count, self.samples = count, samples
         self._loop, self._work, self._place = loop, work, place
         plan, peers = work.feed.plan, work.peers
@@ -249,7 +251,7 @@ class OwnStep:
         self._micros = 0
         self._floats: torch.Tensor | None = None
         self._began = time.time(), time.perf_counter()
-        work.timer.begin(self.number)
+        work.timer.begin(work.run.step + 1)
         work.timer.enter(DATA)
         work.training.strategy.zero()
         self._in_rounds = rounds is not None
@@ -331,8 +333,13 @@ class OwnStep:
     def sync(self, redo: Callable[[], None] | None = None) -> None:
         """Sum the gradients over all ranks. `redo`: repeats the forward and backward of all this
         rank's micro-batches, needed with exact sums if a gradient did not fit. Raises BadInput if
-        that is needed and there is no `redo`."""
+        that is needed and there is no `redo`, or if this training had ended before this step."""
         work, strategy = self._work, self._work.training.strategy
+        if work.run.has_ended_phase:
+            raise BadInput(
+                f"{work.run.phase.label} ended at step {self.number - 1}, and the script trains on "
+                "in it now: wanted the steps that it had when the run began"
+            )
         work.peers.life.tell(WorkerPhase.REDUCE)
         work.timer.enter(COMMUNICATION)
         with hidden_world.inside():
@@ -345,7 +352,8 @@ class OwnStep:
                         "trainer cannot do a step again; use reduce='fast', or 'exact' instead of "
                         "'exact32'"
                     )
-                work.run.warn("a gradient did not fit: the step is done again", self.number)
+                what = "a gradient did not fit: the step is done again"
+                work.run.warn(what, work.run.step + 1)
                 redo()
                 if not self.mine:
                     strategy.micro(last=True)
@@ -447,6 +455,12 @@ def own_loop(
     training, feed = run._work.training, run._work.feed
     if training.model is None:
         raise BadInput("call run.prepare(model, optimizer) before own_loop(run, ...)")
+    if run._hands.has_looped:
+        raise BadInput(
+            f"{adapter}: this script trains a second time, and with this trainer one run is one "
+            "training: make the second a script and a run of its own, which begins with the "
+            "weights of the first"
+        )
     first_ranks = script_world(run)
     foreign = {"data": data, "adapter": adapter, "script_world": first_ranks}
     place = training.keep_place(DataPlace())
@@ -471,7 +485,7 @@ def own_loop(
             raise
         run._announce(feed.identity(training.model, run.reduce))
         run._setup.settle()
-        run._hands.total = total
+        run._hands.total = run._run.phase.begins + total if total else 0
         run._hands.turn(machine.Looped())
         training.strategy.start(micro_batches)
         training.strategy.zero()
@@ -481,5 +495,4 @@ def own_loop(
         readers = feed.first_ranks * reading_ranks // run.replica_ranks
         batch = batch_text(micro_batches * micro_batch, each, readers)
         run.print(f"harness: {batch}, and stays so on any number of ranks")
-    reading = ReadingRanks.of(run._peers, reading_ranks)
-    return OwnLoop(run._work, run._hands, run._halves, place, reading)
+    return OwnLoop(run, place, ReadingRanks.of(run._peers, reading_ranks))

@@ -23,7 +23,8 @@ from collections.abc import Callable, Sequence
 
 from harness.bucket.archive import read_facts
 from harness.bucket.journal import Journal
-from harness.bucket.layout import IDENTITY, SAMPLES
+from harness.bucket.layout import IDENTITY, PHASES, SAMPLES
+from harness.bucket.phases import read_phases
 from harness.core.facts import SnapshotReplicated, Warned
 from harness.core.masking import keep_secrets
 from harness.ledger.bill import cloud_of_bucket, transfer_usd
@@ -95,9 +96,11 @@ class Replica:
             return None
         t0 = time.monotonic()
         records = set(self.source.list(SAMPLES)) - set(self.target.list(SAMPLES))
-        [copied] = copy(
-            self.source, self.target, [manifest.ref], extra=[IDENTITY, *sorted(records)]
-        )
+        phases = self.source.list(PHASES)
+        ended = read_phases(self.source)[-1].ended if phases else ()
+        ends = [ref for ref in snapshots.refs() if ref.step in ended and ref not in there.refs()]
+        extra = [IDENTITY, *phases, *sorted(records)]
+        *_, copied = copy(self.source, self.target, [*ends, manifest.ref], extra=extra)
         if copied.state == "pruned":
             return None
         usd = transfer_usd(self.here, self.there, copied.nbytes)
@@ -113,7 +116,7 @@ class Replica:
             )
         )
         self.journal.flush()
-        there.prune(Keep(last=KEEP))
+        there.prune(Keep(last=KEEP, ends=ended))
         self._done = manifest.ref
         return manifest.ref
 

@@ -6,7 +6,12 @@ the acts to perform in that state. `Boundary` performs them in order. All ranks 
 event and `BoundaryInputs` (except `BoundaryInputs.leads`, which is true on rank 0 only), so all act
 alike.
 
+A phase of the session is no phase of the run (`bucket/phases.py`): the session passes through its
+own in each of those.
+
     phase      event      acts                                                      next phase
+    COMPLETE   TrainsAgain   -                                                      ATTACHED
+    others     TrainsAgain   refuse: the training before has not come to its end    the same
     any        Begun      -                                                         TRAINING
     any        Looped     resume; go on if there was a loop before                  LOOPING
     OVER       Looped     refuse if there was a loop before                         OVER
@@ -15,12 +20,14 @@ alike.
     any        HostsUnfit leave: this host for good, the others to form a world without it   OVER
     any        Rewound    leave, to go on from an older snapshot                    OVER
     any        Overfull   leave, for a smaller world; refuse if there is none, or no agent  OVER
-    any        Reached    save the end, record that it ended if no agent waits      COMPLETE
+    any        Reached    save the end, record that it ended if no agent waits; -   COMPLETE
+                          if an earlier process did all of that
     OVER       Finished   -                                                         OVER
     others     Finished   save the end, mark it, leave                              OVER
     OVER       Ended      -                                                         OVER
     ATTACHED   Ended      refuse, if an agent waits for the end; else -             ATTACHED
-    COMPLETE   Ended      rank 0 marks the end, if an agent waits for it            OVER
+    COMPLETE   Ended      rank 0 marks the end, if an agent waits for it; refuse    OVER
+                          if the run went on behind it
     others     Ended      compare the ranks' steps, then like Finished              OVER
 
 OVER is never left.
@@ -84,9 +91,15 @@ class BoundaryInputs:
     unsaved: bool = False  # there are step records that no snapshot carries
     leads: bool = True  # this is rank 0
     enough: str = ""  # why the script ends the run here; "": it does not
+    passed: bool = False  # the phase of the run that this is came to its end in an earlier process
 
 
 # ---- events --------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class TrainsAgain:
+    """Event: the script begins another training, the run's next phase."""
+
+
 @dataclass(frozen=True)
 class Begun:
     """Event: the script resumes, or is at a safe point of its own loop."""
@@ -150,7 +163,8 @@ class Rewound:
 
 
 SessionEvent = (
-    Begun
+    TrainsAgain
+    | Begun
     | Looped
     | VoteResult
     | Reached
@@ -287,6 +301,14 @@ def save_end(seen: BoundaryInputs, final: bool) -> tuple[SessionAct, ...]:
     return acts
 
 
+def _trains_again(state: SessionState, seen: BoundaryInputs) -> Transition:
+    return Transition(replace(state, phase=Phase.ATTACHED, looped=False))
+
+
+def _trains_too_early(state: SessionState, seen: BoundaryInputs) -> Transition:
+    return Transition(state, (Refuse(TRAINS_TOO_EARLY),))
+
+
 def _begun(state: SessionState, seen: BoundaryInputs) -> Transition:
     begun = state.phase is not Phase.ATTACHED
     return Transition(state if begun else enter(state, Phase.TRAINING))
@@ -306,6 +328,8 @@ def _reached(state: SessionState, seen: BoundaryInputs) -> Transition:
     """Return the acts that commit what was trained, whatever the script does next. If an agent
     waits for the script's end, only that end decides whether the run is over; without an agent the
     end of the run is recorded here."""
+    if seen.passed:
+        return Transition(enter(state, Phase.COMPLETE))
     first = save_end(seen, final=not state.by_script)
     told: tuple[SessionAct, ...] = ()
     if not state.by_script:
@@ -329,6 +353,8 @@ def _ended_before_it_began(state: SessionState, seen: BoundaryInputs) -> Transit
 def _ended_complete(state: SessionState, seen: BoundaryInputs) -> Transition:
     if not state.stored:
         return Transition(state)
+    if seen.passed:
+        return Transition(state, (Refuse(TRAINED_LESS),))
     alone = seen.leads and state.by_script
     return Transition(enter(state, Phase.OVER), (BoundaryAction.MARK_END_ALONE,) if alone else ())
 
@@ -336,6 +362,8 @@ def _ended_complete(state: SessionState, seen: BoundaryInputs) -> Transition:
 def _ended_on_the_way(state: SessionState, seen: BoundaryInputs) -> Transition:
     if not state.stored:
         return Transition(state)
+    if seen.passed:
+        return Transition(state, (Refuse(TRAINED_LESS),))
     finished = _finished(state, seen)
     return replace(finished, first=(BoundaryAction.COMPARE_STEPS, *finished.first))
 
@@ -347,6 +375,7 @@ def _nothing(state: SessionState, seen: BoundaryInputs) -> Transition:
 TABLE: dict[
     type, dict[Phase | None, Callable[[SessionState, BoundaryInputs], Transition]]
 ] = {  # None: other phases
+    TrainsAgain: {Phase.COMPLETE: _trains_again, None: _trains_too_early},
     Begun: {None: _begun},
     Looped: {None: _looped},
     Reached: {None: _reached},
@@ -358,6 +387,15 @@ TABLE: dict[
         None: _ended_on_the_way,
     },
 }
+TRAINS_TOO_EARLY = (
+    "the script begins another training, and the one before it has not come to its end: wanted one "
+    "after the other; a training that is given up, or ends with an error that the script catches, "
+    "cannot be told from one that goes on. Make it a run of its own, or run with --adapt none"
+)
+TRAINED_LESS = (
+    "the script ended with status 0 after a training that this run has gone on behind: it trained "
+    "more often when the run began; run it as it was then, or use a new run URL"
+)
 AFTER_THE_END = (
     "run.steps(...) after run.finish(): the run has ended; call finish after the last loop only"
 )
@@ -423,6 +461,20 @@ class Boundary:
         # the last step, whose votes are not acted upon yet (`votes_late`)
         self._counted: Pending | None = None
 
+    @property
+    def has_looped(self) -> bool:
+        """True if a training loop has begun in the present phase."""
+        return self._state.looped
+
+    def next_phase(self) -> None:
+        """Begin the run's next phase: another training of the script, with a state of its own.
+        Raises BadInput if the one before has not come to its end."""
+        self.turn(TrainsAgain())
+        self.total, self.enough, self._counted = 0, "", None
+        self._work.votes.enough = ""
+        self._hold.plan_anew()
+        self._run.next_phase()
+
     @alone.world.inside()
     def turn(self, event: SessionEvent) -> None:
         """Perform the acts that follow from the event, and change the state. Raises BadInput,
@@ -446,6 +498,7 @@ class Boundary:
             unsaved=bool(log.unsaved),
             enough=self.enough,
             leads=self._peers.rank == 0,
+            passed=self._run.has_ended_phase,
         )
 
     def _do(self, act: SessionAct) -> None:
@@ -535,7 +588,8 @@ class Boundary:
         except UnfitHosts as e:
             self.turn(HostsUnfit(e.mine))
             raise
-        self._work.snapshotter.resumed(manifest)
+        if manifest is not None or self._run.phase.number == 1:
+            self._work.snapshotter.resumed(manifest)
         if manifest is not None:
             self._run.step = manifest.step
             self._peers.print(
@@ -543,7 +597,11 @@ class Boundary:
             )
         self._resume.check(manifest)
         self._work.rhythm.begin()
-        self._tell_start(manifest.epoch if manifest else 0, time.time() - t0)
+        if self._run.has_ended_phase:
+            self._peers.print(f"harness: {self._run.phase.label} is done, and not done again")
+        else:
+            parent = self._work.snapshotter.parent
+            self._tell_start(parent.epoch if parent else 0, time.time() - t0)
 
     def _go_on(self) -> None:
         """Begin another loop: finish what the last loop left open, and keep the state."""

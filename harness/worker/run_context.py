@@ -1,5 +1,5 @@
-"""The run that a session belongs to, as its rank sees it: bucket, generation (`epoch`), facts and
-identity. Runs in the worker."""
+"""The run that a session belongs to, as its rank sees it: bucket, generation (`epoch`), facts,
+phase and identity. Runs in the worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import time
 from typing import Any
 
 from harness.bucket.journal import Journal
-from harness.bucket.layout import IDENTITY, Epoch, Identity, epoch_key, epoch_numbers, read_epoch
+from harness.bucket.layout import Epoch, Identity, epoch_key, epoch_numbers, read_epoch
+from harness.bucket.phases import RunPhase, end_of
 from harness.bucket.signed_heads import signed
 from harness.core import step_records as rec
 from harness.core.facts import Fact, Warned
@@ -50,14 +51,14 @@ def look_again_s(environ: dict[str, str]) -> tuple[float, ...]:
 
 
 class Run:
-    """The run. `url`: None without a bucket. `step`: optimizer updates done. `identity`: the one
-    recorded when the run began; None until it is known."""
+    """The run. `url`: None without a bucket. `step`: optimizer updates done, in all phases.
+    `phase`: the present one."""
 
     def __init__(self, peers: Peers, url: str | None, environ: dict[str, str]):
         learn(environ)
         url = url or None  # HARNESS_RUN may be set and empty
         self.peers, self.url, self.step = peers, url, 0
-        self.identity: dict[str, Any] | None = None
+        self.phase = RunPhase()
         self._look_again_s = look_again_s(environ)
         self.store: ObjectStore = (
             signed(open_store(url), environ, f"worker, rank {peers.rank}", time.time)
@@ -164,26 +165,44 @@ class Run:
         self.flush()
 
     # ---- identity --------------------------------------------------------------------------------
-    def identify(self, identity: dict[str, Any]) -> None:
-        """Compare this script's identity with the run's, or store it in a new run. Raises BadInput
-        if they differ."""
+    @property
+    def identity(self) -> dict[str, Any] | None:
+        """The identity that was recorded when the present phase began; None until it is known."""
+        return self.phase.identity
 
-        self.identity = self._recorded(identity) if self.url else identity
+    def next_phase(self) -> None:
+        """Begin another phase, behind the steps that are done."""
+        self.phase = RunPhase((*self.phase.ended, self.step))
+
+    @property
+    def has_ended_phase(self) -> bool:
+        """True if the present phase came to its end in an earlier process, and no step of it is
+        left to do."""
+        return self.phase.ends == self.step
+
+    def identify(self, identity: dict[str, Any]) -> None:
+        """Compare this script's identity with the phase's, or store it in a new one. Raises
+        BadInput if they differ."""
+        phase, identity = self.phase, identity | self.phase.said
+        found = phase.identity = self._recorded(identity) if self.url else identity
+        where = f"in {phase.label}, " if phase.number > 1 else ""
         for name in ("order", *identity):  # "order", as only one of the two may have it
-            if self.identity.get(name) == identity.get(name):
+            if found.get(name) == identity.get(name):
                 continue
             hint = f"use a new run URL, or give {name} the value that this run began with"
             raise BadInput(
-                f"{self.url} holds another run: its {name} is {self.identity.get(name)!r:.300}, "
+                f"{self.url} holds another run: {where}its {name} is {found.get(name)!r:.300}, "
                 f"this script's is {identity.get(name)!r:.300}; {hint}"
             )
+        if self.url:
+            phase.ends = self.peers.agree(lambda: end_of(self.store, phase.number))
 
     def _recorded(self, identity: dict[str, Any]) -> dict[str, Any]:
         """Return the run's identity, on all ranks; a new run gets `identity`. What one host cannot
         read is asked of another. Raises StoreError, and BadInput if two cannot read it."""
 
         def first() -> tuple[dict[str, Any] | None, str]:
-            created = self.store.create(IDENTITY, canonical(identity))
+            created = self.store.create(self.phase.key, canonical(identity))
             return (identity, "") if created else self._read_identity()
 
         found, why = self.peers.agree(first)
@@ -198,7 +217,7 @@ class Run:
         found, again = self.peers.gather(mine)[second] if second is not None else mine
         if found is not None:
             return dict(found)
-        what = f"{self.url}/{IDENTITY}: wanted the identity of this run, found something else"
+        what = f"{self.url}/{self.phase.key}: wanted the identity of this run, found something else"
         hint = "use a new run URL, or put back what it was"
         if again:
             raise BadInput(f"{what} ({again}), from two hosts; {hint}")
@@ -212,7 +231,7 @@ class Run:
             time.sleep(pause_s)
             store = open_store(self.url or "") if why else self.store
             try:
-                return Identity.decode(store.get(IDENTITY)).body, ""
+                return Identity.decode(store.get(self.phase.key)).body, ""
             except (BadObject, NotFound) as e:
                 why = str(e)
         return None, why
@@ -240,7 +259,7 @@ class Run:
     def surely_there(self) -> str:
         """Return a key that a complete listing must contain; "" if none is known."""
         if self.identity is not None:
-            return IDENTITY
+            return self.phase.key
         return "" if self._epoch_is_told else epoch_key(self.epoch)
 
 

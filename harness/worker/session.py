@@ -212,6 +212,14 @@ class Session:
         made = extensions.load(extensions.GUARD, "guards=").of
         return made(asked, self._go_back, self._step_lines)  # type: ignore[no-any-return]
 
+    def next_phase(self) -> None:
+        """Begin a training, for adapters, before its `prepare`: if the script has trained before,
+        a phase of this run, with a model, data and a batch of its own, that resumes by itself.
+        Raises BadInput if the training before has not come to its end."""
+        if self._hands.has_looped:
+            self._hands.next_phase()
+            self._halves = HalfSteps(self._work, self._hands.count)
+
     def _go_back(self) -> None:
         """Leave, to go on from an older snapshot, as the guards have ordered. Raises SystemExit."""
         self._hands.turn(boundary.Rewound())
@@ -286,8 +294,8 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Number of optimizer updates done."""
-        return self._run.step
+        """Number of optimizer updates done, in this training of the script."""
+        return self._run.step - self._run.phase.begins
 
     @property
     def batching(self) -> Batching:

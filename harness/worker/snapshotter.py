@@ -103,6 +103,13 @@ class StagingBuffers:
             take = functools.partial(self._take_memory, self.saver.nbytes)
             self._preparing = start_thread("stage", take)
 
+    def plan_anew(self) -> None:
+        """Drop the plan, since other objects are trained from now on."""
+        if self._preparing is not None:
+            self._preparing.join()
+        self._preparing = self._sent = None
+        self.__dict__.pop("saver", None)
+
     def plan(
         self, tensors: dict[str, torch.Tensor], plain: dict[str, Any], still: Collection[str]
     ) -> None:
@@ -260,9 +267,10 @@ class Resume:
         self.read_nbytes: dict[str, int] = {}
 
     def restore(self) -> Manifest | None:
-        """Load the same snapshot on every rank, and return its manifest; None: there is none.
-        Raises UnfitHosts, BadInput, StoreError."""
-        if not self._run.url:
+        """Load the same snapshot of the present phase on every rank, and return its manifest; None:
+        there is none. Raises UnfitHosts, BadInput, StoreError."""
+        phase = self._run.phase
+        if not self._run.url or phase.ends == phase.begins:
             return None
         reopen = functools.partial(open_store, self._run.url)
         self._peers.life.tell()
@@ -275,6 +283,7 @@ class Resume:
             seen=max((Ref.parse(name) for name in names if name), default=None),
             must_list=self._run.surely_there(),
             allow_rewind=self._allow_rewind,
+            ends_at=phase.ends,
             tell=self._note_reading,
             on_bad=self._note_bad,
         )
@@ -318,19 +327,33 @@ class Resume:
             found = held(self._run.snapshots, lambda: restore.choose(self._progress), lease)
         except Rewind as e:  # a person has to decide; on BadInput, agents stop the run
             raise BadInput(str(e)) from e
-        return found.name if found else None
+        phase = self._run.phase
+        if found is None or (phase.number > 1 and found.step <= phase.begins):
+            return None  # the phase begins
+        return found.name
 
     def _progress(self, done: int, total: int) -> None:
         self._peers.life.tell()
 
     def _load_newest(self, ref: Ref, snapshots: Snapshots, look: int) -> Manifest:
         manifest = snapshots.load(ref)
+        self._check_phase(manifest)
         held = self._hold.courier.held(ref) if look == 0 else {}
         tiers = tiers_for(manifest, held, snapshots.store) if held else []
         near = Tiered(snapshots.store, manifest, tiers, self._wrong_tier, replica=self._replica)
         self._training.load(manifest, Snapshots(near))
         self.tier, self._found = near.tier, near.read_nbytes
         return manifest
+
+    def _check_phase(self, manifest: Manifest) -> None:
+        """Raise BadInput if the snapshot is of another phase than the present one."""
+        phase, said = self._run.phase, manifest.data.get("phase", 1)
+        if said != phase.number:
+            raise BadInput(
+                f"{self._run.url}: wanted a snapshot of {phase.label}, which ended at step "
+                f"{phase.ends}, found as the newest one {manifest.ref.name} of phase {said}: what "
+                "the phase had made cannot be brought back; use a new run URL"
+            )
 
     def _refuse_hosts(self, unfit: dict[str, str]) -> None:
         """Raise UnfitHosts on all ranks: unfit hosts end for good, and the others form a world
@@ -551,6 +574,7 @@ class Snapshotter:
             data |= {
                 "final": bool(ended),
                 **({"ended": ended} if ended else {}),
+                **({"phase": phase} if (phase := self._run.phase.number) > 1 else {}),
                 "parent": self.parent.name if self.parent else "",
                 "samples": self._last_samples,
                 "metrics": dict(self._log.last_metrics),
@@ -707,7 +731,7 @@ class Snapshotter:
             weights="model/",
             unchanged=unchanged,
             before=before,
-            keep=asdict(self._keep) if leads else None,
+            keep=asdict(self._keep) | {"ends": self._run.phase.ended} if leads else None,
             beside=TrainingBeside(
                 self._rhythm.calm_step_s,
                 flight.within_s,

@@ -306,6 +306,8 @@ class Work:
             begins=begins,
             skipped=sums.judged.skip,
             micro_batch=self.batching.micro_batch if self.batching.asked_micro_batch else 0,
+            phase=self.run.phase.number,
+            identity=self.run.genesis()[:16] if self.run.phase.number > 1 else "",
         )
         assert self.run.identity is not None
         hashed = self.feed.has_contents or begins >= 0

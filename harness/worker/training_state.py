@@ -22,7 +22,7 @@ from harness.worker.batches.loader import Stream
 from harness.worker.frozen_weights import Frozen
 from harness.worker.gradients.batch_norm import Norms, has_sync_norm
 from harness.worker.gradients.exact_sums import exact_strategy_for
-from harness.worker.gradients.parallel import Strategy, check_fits, strategy_for
+from harness.worker.gradients.parallel import Replicated, Strategy, check_fits, strategy_for
 from harness.worker.gradients.sharding import (
     check_real,
     holds_experts,
@@ -296,6 +296,7 @@ class Training:
                 "run.prepare(...) behind run.files: wanted one of them for all the state"
             )
         check_names(state, per_rank=per_rank, after_update=after_update)
+        self._release()
         self._per_rank = frozenset(per_rank)
         check_real(model)
         model_to_device(model, self._peers.device)
@@ -328,6 +329,15 @@ class Training:
         self.buffers, self.frozen = Buffers(model), Frozen(model, optimizers)
         self.buffers.note()
         self._check_norms()
+
+    def _release(self) -> None:
+        """Let go of what was prepared before: the same model may be trained again."""
+        if self.model is None:
+            return
+        self.norms.release()
+        if isinstance(self.strategy, Replicated):
+            self.strategy.release()
+        self.put_back = self.whole = None
 
     def watch(self, guard: Guard | None) -> None:
         """Let these guards judge each step from now on; None: nobody does. Raises BadInput for what

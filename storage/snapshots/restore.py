@@ -84,7 +84,8 @@ class ReadRetries:
 class Restore:
     """One restore of one world. `host` names the machine of this process; `seen` is the newest
     snapshot that anybody in the world saw committed earlier; `epoch` is the world's own generation;
-    `tell(ref, what)` records an event.
+    `ends_at`: a snapshot of this step is wanted, however many are newer; `tell(ref, what)` records
+    an event.
 
     `choose` and `blame` keep state in this process, so the same process must call them each time.
     """
@@ -99,6 +100,7 @@ class Restore:
         seen: Ref | None = None,
         must_list: str = "",
         allow_rewind: bool = False,
+        ends_at: int | None = None,
         tell: OnMark = lambda ref, what: None,
         on_bad: OnMark = lambda ref, what: None,
     ):
@@ -109,12 +111,8 @@ class Restore:
             epoch,
             seen,
         )
-        self.must_list, self.allow_rewind, self._tell, self._on_bad = (
-            must_list,
-            allow_rewind,
-            tell,
-            on_bad,
-        )
+        self.must_list, self.allow_rewind = must_list, allow_rewind
+        self.ends_at, self._tell, self._on_bad = ends_at, tell, on_bad
         self._orders: list[RewindOrder] = []
         self._passed: dict[Ref, str] = {}  # snapshots that this restore judged bad, and why
         # bad by this host's report alone; marks carry it over to the next restore
@@ -172,6 +170,8 @@ class Restore:
         committed -= left_behind(committed, self._orders)
         marked = self.snapshots.quarantined() | self._passed.keys()
         usable = committed - marked
+        if ends := self.newest_of([ref for ref in usable if ref.step == self.ends_at]):
+            return ends
         newest = self.newest_of(usable)
         held = max(committed & marked, default=None)
         if held is not None and held not in self._passed and (newest is None or held > newest):

@@ -96,6 +96,9 @@ class Keep:
     age is at most about twice as old. With n ages at most 2 n snapshots are kept for them: between
     two ages the newest, and the oldest, which will be needed for the next.
 
+    `ends`: steps whose snapshots are kept in any case, as something that cannot be made again ended
+    there.
+
     `last` includes spare snapshots: with 1 there is nothing to fall back to if the newest is
     damaged. Snapshots of greater steps than the newest one's are kept too: the new line of training
     has yet to repeat that work.
@@ -109,6 +112,7 @@ class Keep:
     # metric
     best: str = ""
     ages_h: tuple[float, ...] = ()  # hours
+    ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ages_h", tuple(sorted(self.ages_h)))
@@ -137,7 +141,9 @@ class Keep:
         without the number, is never the best, and has no age.
         """
         ordered = sorted(refs, reverse=True)
-        stay = set(ordered[: self.last]) | {ref for ref in ordered if ref.step > ordered[0].step}
+        stay = set(ordered[: self.last]) | {
+            ref for ref in ordered if ref.step > ordered[0].step or ref.step in self.ends
+        }
         if self.every:
             first: dict[int, Ref] = {}
             # newest first, so the value that remains is the first snapshot of its span

@@ -448,7 +448,32 @@ def test_a_loader_without_an_optimizer_is_left_to_accelerate(nursery, tmp_path):
     assert len(history(tmp_path / "run")) == 24
 
 
+TWICE = SCRIPT.with_name("accelerate_twice.py")
+
+
+def test_two_loops_that_are_killed_in_each_are_the_undisturbed_ones(nursery, tmp_path):
+    """What an evaluation decides in the second one holds; its head is drawn as the first one has
+    left the generators."""
+    out, calm = tmp_path / "out", tmp_path / "calm"
+    for folder in (out, calm):
+        folder.mkdir()
+    go(nursery, calm, 2, script=TWICE, reduce="exact")
+    deaths = ((2, "body 0 9:3"), (1, "between:9"), (3, "whole 1 1:12"), (1, "whole 3 7:24"))
+    for world, place in deaths:
+        go(nursery, out, world, script=TWICE, reduce="exact", die_at=place)
+    said = go(nursery, out, 2, script=TWICE, reduce="exact").output
+    assert "phase 1 of the run (the script's training 1) is done, and not done again" in said
+    assert (out / "end").read_text() == (calm / "end").read_text()
+    assert apart(out, calm) == 0
+    mine, theirs = history(out / "run"), history(calm / "run")
+    assert [(r.phase, r.loss, r.digest) for r in mine] == [
+        (r.phase, r.loss, r.digest) for r in theirs
+    ]
+    assert {r.world for r in mine} == {1, 2, 3} and {r.phase for r in mine} == {1, 2}
+    assert not [c for c in audit(open_store(str(out / "run"))).checks if not c.ok]
+
+
 def test_a_second_training_is_refused_as_one(nursery, tmp_path):
     env = {"HARNESS_SCRIPT_WORLD": "1"}
     ended = go(nursery, tmp_path, 1, "--twice", script=AVERAGES, env=env, codes=(1,))
-    assert "this script trains a second time, and one run is one training" in ended.output
+    assert "where this training ends and another one begins cannot be told" in ended.output

@@ -207,6 +207,43 @@ def test_run_of_another_identity_is_named():
     assert "wanted seed of type int, found None" in violation(run.store)
 
 
+def two_phases():
+    return TrueRun().train(7).next_phase(global_batch=4, data="other").train(10, world=1).train(12)
+
+
+def test_phases_are_proved_each_by_its_own_identity():
+    run = two_phases()
+    found = audit(run.store)
+    assert found.ok, found.first_violation
+    said = {check.name: check.detail for check in found.checks}
+    assert "phase 2 from step 8 on, global batch 4" in said["identity"]
+    assert "steps 1-12 (7 of phase 1, 5 of phase 2), in each phase" in said["records"]
+    assert "4 or 8 per step" in said["records"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"begins": 6}, "wanted one of phase 2, which made step 7, found phase 1"),
+        ({"data": "another"}, "step 12: wanted a step of phase 2 with the identity"),
+        ({"phase": 3}, "wanted phase 2, from step 0 or later on, found phase 3 from step 7 on"),
+        ({"seed": None}, "phases/000002.json: wanted seed of type int"),
+    ],
+)
+def test_a_changed_phase_is_named(change, words):
+    run = two_phases()
+    run.store.put("phases/000002.json", canonical(run.identity | change))
+    assert words in violation(run.store)
+
+
+def test_a_lost_phase_and_a_step_of_the_wrong_one_are_named():
+    run = two_phases()
+    run.store.delete("phases/000002.json")
+    assert "wanted one of phase 1, which made step 12, found phase 2" in violation(run.store)
+    run = two_phases().train(13, phase=1, identity="")
+    assert "step 13: wanted a step of phase 2" in violation(run.store)
+
+
 def test_zombie_branch_is_a_note():
     """An old world went on although a newer one began from an older snapshot; it is superseded,
     and that is allowed."""

@@ -466,3 +466,11 @@ def test_a_look_that_only_looks_marks_nothing() -> None:
     assert marks(snapshots) == set()
     with pytest.raises(SnapshotCorrupt):
         snapshots.verify(snapshots.load(Ref(1, 20)))
+
+
+def test_a_step_that_is_wanted_is_chosen_before_newer_ones() -> None:
+    """... in any number; where there is none of it, the usual holds."""
+    snapshots = bucket(10, 20, 30, 40, 50)
+    looks = ReadRetries(lambda: snapshots.store, lambda s: None)
+    assert Restore(snapshots, "a", looks, ends_at=20).choose() == Ref(1, 20)
+    assert Restore(snapshots, "a", looks, ends_at=25).choose() == Ref(1, 50)

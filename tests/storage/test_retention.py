@@ -22,6 +22,11 @@ def test_milestones_stay() -> None:
     assert {r.step for r in Keep(last=1, every=50)(refs)} == {5, 55, 105, 155, 195}
 
 
+def test_steps_at_which_something_ended_stay() -> None:
+    refs = [Ref(1, s) for s in (10, 20, 30, 40)]
+    assert Keep(last=1, ends=(20, 25))(refs) == {Ref(1, 20), Ref(1, 40)}
+
+
 def test_what_a_newer_epoch_left_behind_is_no_milestone() -> None:
     """Epoch 1 got to step 105 while nobody heard; epoch 2 went on from 45."""
     refs = [Ref(1, 5), Ref(1, 45), Ref(1, 105), Ref(2, 60), Ref(2, 150)]

@@ -7,7 +7,7 @@ import random
 from dataclasses import asdict
 
 from harness.bucket.journal import Journal
-from harness.bucket.layout import Epoch, epoch_key
+from harness.bucket.layout import Epoch, epoch_key, phase_key
 from harness.core import batch, facts, step_records
 from harness.core.world import Offer
 from storage.canonical_json import canonical, digest
@@ -41,6 +41,7 @@ class TrueRun:
         self.weights, self.salt = weights, salt
         self.head, self.step, self.epoch, self.t = step_records.genesis(self.identity), 0, 0, 1_000_000.0
         self.named, self.parent, self.sessions = None, None, itertools.count()
+        self.phase, self.begins = 1, 0
         self.snapshots = Snapshots(self.store, chunk_nbytes=64)
         self.controller = Journal(self.store, "controller-000001", lambda: self.t)
         if begin:
@@ -61,12 +62,19 @@ class TrueRun:
             i["shuffle"],
         )
 
+    def next_phase(self, **identity):
+        """Train something else from now on."""
+        self.phase, self.begins = self.phase + 1, self.step
+        self.identity |= identity | {"phase": self.phase, "begins": self.begins}
+        self.store.create(phase_key(self.phase), canonical(self.identity))
+        return self
+
     def record(self, step, world, **changes):
-        b = self.batching
+        b, place = self.batching, step - self.begins
         total = 0
         for micro in range(b.micro_batches):
             total += batch.digest(
-                batch.sample_hash(batch.positions(b, step, micro), batch.indices(b, step, micro))
+                batch.sample_hash(batch.positions(b, place, micro), batch.indices(b, place, micro))
             )
         shares = batch.plan(b.micro_batches, world).shares
         made = step_records.StepRecord(
@@ -82,6 +90,8 @@ class TrueRun:
             self.t + 1,
             1.0,
             {"grad_norm": 1.0 / step},
+            phase=self.phase,
+            identity=step_records.genesis(self.identity)[:16] if self.phase > 1 else "",
         )
         return dataclasses.replace(made, **changes)
 
@@ -145,6 +155,7 @@ class TrueRun:
                     "final": final,
                     "parent": self.parent.name if self.parent else "",
                     "samples": self.named,
+                    **({"phase": self.phase} if self.phase > 1 else {}),
                 }
                 if rank == 0
                 else {}

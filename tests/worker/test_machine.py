@@ -11,7 +11,9 @@ from harness.node.marks import Mark, Want
 from harness.worker.boundary import (
     AFTER_THE_END,
     TABLE,
+    TRAINED_LESS,
     TRAINED_NOTHING,
+    TRAINS_TOO_EARLY,
     Begun,
     BoundaryAction,
     BoundaryInputs,
@@ -26,6 +28,7 @@ from harness.worker.boundary import (
     Rewound,
     SessionState,
     Snapshot,
+    TrainsAgain,
     Transition,
     VoteResult,
     apart,
@@ -42,9 +45,11 @@ from harness.worker.votes import Votes
 AGENT = SessionState(by_script=True)  # an agent waits for the script's end
 ALONE = SessionState(by_script=False)
 SAVED = BoundaryInputs(step=30, total=30, saved_step=30)
+PASSED = replace(SAVED, passed=True)  # an earlier process trained all of it
 OPEN = BoundaryInputs(step=7, total=30)  # nothing is saved
 WANTS = [Want.SNAPSHOT, Want.RESIZE, Want.DRAIN, Want.STOP]
 EVENTS = [
+    TrainsAgain(),
     Begun(),
     Looped(),
     Reached(),
@@ -117,6 +122,11 @@ FINAL = (Snapshot("final", True), BoundaryAction.LAND)
         ),
         (at(Phase.OVER), Finished(), OPEN, Transition(at(Phase.OVER))),
         # the script has ended with status 0
+        # another training
+        (COMPLETE, TrainsAgain(), SAVED, Transition(AGENT)),
+        (LOOPING, TrainsAgain(), OPEN, Transition(LOOPING, (Refuse(TRAINS_TOO_EARLY),))),
+        (LOOPING, Reached(), PASSED, Transition(COMPLETE)),
+        (COMPLETE, Ended(), PASSED, Transition(COMPLETE, (Refuse(TRAINED_LESS),))),
         (at(Phase.OVER), Ended(), OPEN, Transition(at(Phase.OVER))),
         (AGENT, Ended(), OPEN, Transition(AGENT, (Refuse(TRAINED_NOTHING),))),
         (ALONE, Ended(), OPEN, Transition(ALONE)),
@@ -297,7 +307,7 @@ def test_what_holds_in_every_turn():
     for state, event, seen, done in every_turn():
         n += 1
         assert (done.state.by_script, done.state.stored) == (state.by_script, state.stored)
-        assert state.looped <= done.state.looped
+        assert state.looped <= done.state.looped or event == TrainsAgain()
         if state.phase is Phase.OVER:  # nothing leaves it
             assert done.state.phase is Phase.OVER
         acts = (*done.first, *done.after)

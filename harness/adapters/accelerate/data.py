@@ -7,6 +7,7 @@ import copy
 import gc
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,17 +120,32 @@ class TrainingFeed:
         return send_to_device(data, device, non_blocking=bool(self.loader._non_blocking))
 
 
-class PreparedThings:
-    """The objects that the script's accelerators prepared. `unused`: the models' unused
-    parameters."""
+# attributes of an Accelerator
+PREPARED = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
 
-    def __init__(self) -> None:
-        self.accelerators: list[Any] = []
+
+class PreparedThings:
+    """The objects that the script's accelerators prepared for one of its trainings. `unused`: the
+    models' unused parameters."""
+
+    def __init__(self, before: PreparedThings | None = None) -> None:
+        """`before`: those of the training before, which the accelerators still have."""
+        self.accelerators: list[Any] = before.accelerators if before else []
         self.unused: UnusedParameters | None = None
+        self.used: weakref.WeakSet[Any] = weakref.WeakSet()  # once this training has begun
+        self._spent = weakref.WeakSet(before.used if before else ())
+
+    def begin(self) -> None:
+        """Note that the training begins: what is prepared later is for another one."""
+        for name in PREPARED:
+            self.used.update(self._every(name))
+
+    def _every(self, name: str) -> list[Any]:
+        return [one for accelerator in self.accelerators for one in getattr(accelerator, name)]
 
     def all(self, name: str) -> list[Any]:
         """Return the items of the list attribute `name`, over all accelerators."""
-        return [one for accelerator in self.accelerators for one in getattr(accelerator, name)]
+        return [one for one in self._every(name) if one not in self._spent]
 
     def trains(self, loader: Any, feed: TrainingFeed | None) -> bool:
         """Return whether `loader` is the training loader: the first prepared one that shuffles, or
@@ -140,7 +156,9 @@ class PreparedThings:
             return False
         if feed is not None:
             return own is family(feed.loader)
-        known = [raw for one in self.all("_dataloaders") if (raw := family(one)) is not None]
+        # a training may read the loader of the one before again
+        loaders = self.all("_dataloaders") or self._every("_dataloaders")
+        known = [raw for one in loaders if (raw := family(one)) is not None]
         chosen = next((raw for raw in known if shuffles(raw)), known[0] if known else None)
         return own is chosen
 

@@ -246,9 +246,13 @@ class Driver:
 
     def has_snapshot(self) -> bool:
         """Return whether training will resume from a snapshot."""
-        return self.loop is None and bool(
-            self.first(bool(self.run.run_url and self.run.snapshots.refs()))
-        )
+        run, phase = self.run, self.run._run.phase
+
+        def look() -> bool:
+            refs = run.snapshots.refs() if run.run_url else []
+            return any(phase.number == 1 or ref.step > phase.begins for ref in refs)
+
+        return self.loop is None and bool(run._peers.agree(look))
 
     def trains(self, loader: Any) -> bool:
         """Return whether `loader` is the training loader."""
@@ -285,6 +289,7 @@ class Driver:
         prepared = [one.scheduler for one in self.prepared.all("_schedulers")]
         schedulers = feeds.schedulers_of(raw, prepared)
         custom = self.prepared.all("_custom_objects")
+        self.prepared.begin()
         self._variables.begin(frame, known=self._prepared_or_registered)
         self._decisions.begin(frame)
         own = {"batches": feed.shared, "epochs": feed.lengths, "script": self._variables}
@@ -309,8 +314,7 @@ class Driver:
 
     def _prepared_or_registered(self) -> list[Any]:
         """Return the script's objects whose state the run has, or that have none."""
-        names = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
-        found = [one for name in names for one in self.prepared.all(name)]
+        found = [one for name in feeds.PREPARED for one in self.prepared.all(name)]
         inner = [getattr(one, "optimizer", getattr(one, "scheduler", one)) for one in found]
         scalers = [one.scaler for one in self.prepared.accelerators]
         return [*found, *inner, *self.prepared.accelerators, *scalers]
@@ -553,7 +557,10 @@ class Driver:
     def _outside(self) -> str:
         """Return the message for a backward that is not in the training loader's loop."""
         if self.feed is not None and (self._evaluating or self.feed.epochs):
-            return second_training("accelerator.backward(loss) in a loop over another loader")
+            return second_training(
+                "accelerator.backward(loss) in a loop over another loader, which was prepared with "
+                "the first one"
+            )
         if not self.prepared.all("_optimizers"):
             return (
                 "wanted an optimizer that accelerator.prepare(...) was given before "
@@ -646,7 +653,25 @@ class Driver:
                 "and the step, which would lose gradients"
             )
 
-    def ended(self) -> None:
+    def next_phase(self, frame: FrameType | None) -> Driver:
+        """Return the driver of the training that the script prepares, after its loop has begun.
+        Until then it is this one. Raises BadInput if this training cannot end here, SystemExit,
+        StoreError."""
+        if self.feed is None or self.loop is None:
+            return self
+        self.ended(frame)
+        self._decisions.settle()
+        self._variables.look(frame)
+        try:
+            self.loop.finished()
+        finally:
+            self._variables.leave()
+        self.run.next_phase()
+        following = Driver(self.run)
+        following.prepared = feeds.PreparedThings(self.prepared)
+        return following
+
+    def ended(self, frame: FrameType | None = None) -> None:
         """Handle the end of the script, or of its training. Raises BadInput."""
         self._decisions.close()
         if self._replay is not None:
@@ -658,7 +683,7 @@ class Driver:
                     "or in an object of a library); let it stop by a number of steps or epochs, or "
                     "by variables of its own after an evaluation or an epoch"
                 )
-            self._arrive(self._replay, None)
+            self._arrive(self._replay, frame)
         if self._open is not None and self._open.synced:
             self._end_step(self._open)
 

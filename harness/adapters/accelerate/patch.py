@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 import shutil
+import sys
 import weakref
 from collections.abc import Callable
 from types import MethodType, ModuleType
@@ -31,6 +32,7 @@ KNOWN = {
         "device_placement",
         "slice_fn_for_dispatch",
     ),
+    "Accelerator.prepare": ("args", "device_placement"),
     "Accelerator.backward": ("loss", "kwargs"),
     "Accelerator.clip_grad_norm_": ("parameters", "max_norm", "norm_type"),
     "Accelerator.clip_grad_value_": ("parameters", "clip_value"),
@@ -153,6 +155,14 @@ def _init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 def _num_processes(self: Any) -> int:
     drives = driver()
     return int(self.state.num_processes) if drives is None else drives.ranks
+
+
+def _prepare(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Begin the run's next phase if the script, which has trained, prepares another optimizer."""
+    drives = driver()
+    if drives is not None and any(isinstance(one, torch.optim.Optimizer) for one in args):
+        _driver[0] = drives.next_phase(sys._getframe())
+    return original(self, *args, **kwargs)
 
 
 def _prepare_model(
@@ -327,6 +337,7 @@ def _destroy(original: Any, self: Any, group: Any = None) -> None:
 
 _ACCELERATOR: dict[str, Callable[..., Any]] = {
     "__init__": _init,
+    "prepare": _prepare,
     "prepare_model": _prepare_model,
     "prepare_data_loader": _prepare_data_loader,
     "backward": _backward,

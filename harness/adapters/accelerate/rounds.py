@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from harness.bucket.layout import IDENTITY, Identity
+from harness.bucket.layout import Identity
 from harness.core.batch import plan
 from harness.loops.own_loop import OwnStep, WhatWasRead, begin_micro
 from harness.loops.shared_batches import Share
@@ -38,7 +38,7 @@ def accumulation_of(run: Session, ranks: int) -> int:
     def look() -> int:
         with contextlib.suppress(NotFound, BadObject):
             if run.run_url:
-                body = Identity.decode(run.store.get(IDENTITY)).body
+                body = Identity.decode(run.store.get(run._run.phase.key)).body
                 return int(body["global_batch"]) // int(body["micro_batch"]) // ranks
         return 0
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from harness.adapters.framework_claim import begin_training, refuse_unlike
+from harness.adapters.framework_claim import refuse_unlike
 from harness.adapters.lightning.data import Dealt, TrainLoader
 from harness.adapters.lightning.limits import (
     check_callbacks,
@@ -150,19 +150,22 @@ class LightningSteps:
     def connect(self, trainer: Any) -> None:
         """Connect to the trainer and scale its limits: they are for one rank of the script's first
         world, while this one sees all of its micro-batches. Raises BadInput."""
-        if self.trainer is trainer:
-            return
-        self.trainer = trainer
-        self.accumulation = trainer.accumulate_grad_batches
-        check_callbacks(trainer)
-        scale_limits(trainer, self.first_world)
-        self.state = LightningState(trainer, self.run)
+        if self.trainer is not trainer:
+            self.trainer = trainer
+            self.accumulation = trainer.accumulate_grad_batches
+            check_callbacks(trainer)
+            scale_limits(trainer, self.first_world)
         if trainer.state.fn == "fit":
-            self.state.go_on_logging()
+            self._begin_fit()
 
-    def accumulate(self) -> None:
-        """Set the accumulation for the fit that begins. Raises BadInput."""
-        begin_training("lightning: trainer.fit")
+    def _begin_fit(self) -> None:
+        """Begin a fit, which is not this trainer's first one perhaps. Raises BadInput."""
+        self.run.next_phase()
+        self.loader = self.loop = self.step = self.current = self.batch = self.outputs = None
+        if self.state is not None:
+            self.trainer.num_sanity_val_steps = self.state.sanity_steps
+        self.state = LightningState(self.trainer, self.run)
+        self.state.go_on_logging()
         if self.automatic:
             self.trainer.accumulate_grad_batches = self.micro_batches
 
@@ -211,7 +214,8 @@ class LightningSteps:
                 micro_batch=batch_size(self.loader),
                 data=fingerprint(self.loader.dataset),
                 seed=self.run.seed,
-                total=max(0, trainer.max_steps),
+                # a trainer counts the steps of all its fits
+                total=max(0, trainer.max_steps - trainer.global_step),
                 adapter="lightning",
             )
         begins = self.state.take_up()

@@ -3,6 +3,7 @@ and what they omit. Runs in the worker."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -11,6 +12,8 @@ import xxhash
 
 from harness.adapters.lightning.data import TrainLoader
 from harness.worker.session import Session
+from storage.errors import NotFound
+from storage.snapshots.manifest import SnapshotCorrupt
 from storage.tensors import state_tree
 
 LIVE = "harness:live:"  # prefix of the name of a tensor that is the model's own
@@ -32,7 +35,8 @@ REMEMBERED = ("_last_global_step_saved", "_defer_save_until_validation")
 
 class LightningState:
     """The trainer's state. `loader`: the train dataloader, once there is one; `place`: its position
-    in the loaded snapshot; `resumed`: there was a snapshot."""
+    in the loaded snapshot; `resumed`: there was a snapshot; `sanity_steps`: as the script set
+    them."""
 
     def __init__(self, trainer: Any, run: Session):
         self._trainer, self._run = trainer, run
@@ -40,6 +44,7 @@ class LightningState:
         self.place: Any = None
         self.resumed = False
         self._loaded: dict[str, Any] = {}
+        self.sanity_steps = trainer.num_sanity_val_steps
         # their folder is the logger's, which may change at each start
         self._in_loggers_folder = {
             callback.state_key
@@ -63,13 +68,16 @@ class LightningState:
         return [one for one in self._trainer.loggers if type(one).__name__ == "TensorBoardLogger"]
 
     def _logged_as(self) -> list[Any]:
-        """Return the versions of the loggers in the newest snapshot."""
+        """Return the versions of the loggers in the newest snapshot of this phase."""
 
         def look() -> list[Any]:
-            newest = self._run.snapshots.latest() if self._run.run_url else None
-            if newest is None:
-                return []
-            return list(newest.data["state"].get("lightning", {}).get("versions", []))
+            phase, snapshots = self._run._run.phase.number, self._run.snapshots
+            for ref in snapshots.refs() if self._run.run_url else ():
+                with contextlib.suppress(NotFound, SnapshotCorrupt):
+                    data = snapshots.load(ref).data
+                    if data.get("phase", 1) == phase:
+                        return list(data["state"].get("lightning", {}).get("versions", []))
+            return []
 
         return list(self._run._peers.agree(look))
 

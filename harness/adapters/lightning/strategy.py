@@ -60,10 +60,7 @@ class OneOfMany:
     # ---- the fit ---------------------------------------------------------------------------------
     def connect(self, model: Any) -> None:
         super().connect(model)  # type: ignore[misc]
-        trainer = model.trainer
-        self.harness_steps.connect(trainer)
-        if trainer.state.fn == FITTING:
-            self.harness_steps.accumulate()
+        self.harness_steps.connect(model.trainer)
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)  # type: ignore[misc]

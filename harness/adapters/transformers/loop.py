@@ -86,6 +86,7 @@ class HostedTrainer:
         self._prepared: tuple[Any, TrainerFeed] | None = None
         self._loop: OwnLoop | None = None
         self._steps: TrainerSteps | None = None
+        self._evaluates_first = trainer.args.eval_on_start
         self._resumed = False  # and the epoch that it was in has not begun again yet
         self._due = False  # steps were made since the last boundary
         self._in_step = False  # the Trainer logs and evaluates for the newest of them
@@ -117,6 +118,7 @@ class HostedTrainer:
 
     def __exit__(self, *why: Any) -> None:
         self._hooks.clear()
+        self._trainer.args.eval_on_start = self._evaluates_first
 
     # ---- beginning -------------------------------------------------------------------------------
     def _set_initial_training_values(self, original: Original, args: Any, dataloader: Any) -> Any:

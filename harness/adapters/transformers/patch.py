@@ -212,9 +212,6 @@ def check_version(kind: type) -> None:
         framework_claim.refuse_unlike(f"Trainer.{name}", method, parameters, version)
 
 
-TRAIN = "transformers: train()"
-
-
 def _train(
     theirs: Callable[..., Any],
     self: Any,
@@ -227,16 +224,15 @@ def _train(
         return theirs(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
     if trial is not None or getattr(self, "hp_search_backend", None) is not None:
         raise BadInput(
-            "transformers: hyperparameter_search makes many trainings in one script; one run is "
-            "one training: launch one for each trial, or run with --adapt none"
+            "transformers: hyperparameter_search keeps its trials outside of the run, which could "
+            "not go through them again; launch a run for each trial, or run with --adapt none"
         )
-    framework_claim.refuse_second(TRAIN)
     _refuse_foreign_checkpoint(resume_from_checkpoint, self.args.output_dir, run)
     _one_wandb_run(self.args, run)
     extra = self.elastic_state() if hasattr(self, "elastic_state") else {}
     work = ThisScript.work or OwnWork(run.alive)
     with HostedTrainer(run, self, extra):
-        framework_claim.begin_training(TRAIN)  # what is refused above has trained nothing
+        run.next_phase()  # what is refused above has trained nothing
         work.end()
         try:
             return theirs(self, None, None, ignore_keys_for_eval)

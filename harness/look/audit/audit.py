@@ -30,13 +30,16 @@ from harness.bucket.layout import (
     FACTS,
     IDENTITY,
     LEASES,
+    PHASES,
     SAMPLES,
     SEGMENT,
     SETUP,
     Epoch,
     epoch_key,
     epoch_of,
+    phase_of,
 )
+from harness.bucket.phases import RunPhase, phase_at, read_phases
 from harness.core import step_records as rec
 from harness.core.facts import (
     EpochStarted,
@@ -160,7 +163,7 @@ class _Audit:
     progress: AuditProgress
     prover: Prover
     notes: list[str] = field(default_factory=list)
-    identity: dict[str, Any] | None = None
+    phases: list[RunPhase] = field(default_factory=list)
     facts: list[Stamped] = field(default_factory=list)  # of all writers, by time, without steps
     steps: Columns = field(default_factory=lambda: NONE)  # from facts, not from records
     facts_whole: bool = False
@@ -218,9 +221,22 @@ class _Audit:
                     "snapshots"
                 ) from None
             return 0, "no run.json: a training loop of its own, or no worker has started yet"
-        self.identity = found = identity_of(IDENTITY, data)
+        found = identity_of(IDENTITY, data)
+        for key in filter(phase_of, self.store.list(PHASES)):
+            identity_of(key, self.store.get(key))
+        try:
+            self.phases = read_phases(self.store)
+        except (BadObject, NotFound) as e:
+            raise RuleBroken(str(e)) from e
+        self._foreign(PHASES, set(self.store.list(PHASES)) - {one.key for one in self.phases})
         of = f"{found['samples']} samples" if found["samples"] else "an iterable dataset"
-        return 1, f"seed {found['seed']}, global batch {found['global_batch']} of {of}"
+        said = f"seed {found['seed']}, global batch {found['global_batch']} of {of}"
+        return len(self.phases), "; ".join([said, *map(_begins, self.phases[1:])])
+
+    @property
+    def identity(self) -> dict[str, Any] | None:
+        """Of the run's first phase; None: it cannot be read."""
+        return self.phases[0].identity if self.phases else None
 
     def _any_facts(self) -> bool:
         return bool(self.store.list(FACTS) or self.store.list(ARCHIVE))
@@ -309,6 +325,7 @@ class _Audit:
                         "spelling; it was changed"
                     )
                 _names_records(manifest)
+                _names_phase(manifest, self.phases)
             except NotFound:
                 continue  # pruned since it was listed
             except (SnapshotCorrupt, RuleBroken, rec.BrokenRecords) as e:
@@ -387,12 +404,13 @@ class _Audit:
                 "step records: wanted a readable run.json to begin with, found none; see the check "
                 "of the identity"
             )
-        batching = batching_of(self.identity)
         wanted_at = sorted({m.step for m in self.manifests})
-        self._prove_records(canonical(self.identity).decode())
+        identities = [one.identity for one in self.phases]
+        firsts = {one.begins + 1 for one in self.phases[1:]}
+        self._prove_records(canonical(identities).decode())
         n, genesis = 0, rec.genesis(self.identity)
         self.line.genesis = genesis
-        for key, part in chain(self.proofs, named, genesis, self.worlds, newest.epoch):
+        for key, part in chain(self.proofs, named, genesis, self.worlds, newest.epoch, firsts):
             self.line.ends[key], self.line.begins[key] = part.head, part.prev
             self.records.append(part)
             self.line.heads |= heads_at(self.store, key, part, wanted_at)
@@ -412,7 +430,21 @@ class _Audit:
             "as hashes, which only a second run can"
             " be compared with)",
         }[proof]
-        return n, f"steps 1-{n}: every {what} exactly once, {batching.global_batch} per step{only}"
+        once = f"every {what} exactly once"
+        batches = sorted({batching_of(one or {}).global_batch for one in identities})
+        return n, f"{self._steps_to(n)}: {once}, {' or '.join(map(str, batches))} per step{only}"
+
+    def _steps_to(self, last: int) -> str:
+        """Name the steps up to `last`, and how many of each phase there are."""
+        if len(self.phases) == 1:
+            return f"steps 1-{last}"
+        ends = [last if one.ends is None else min(last, one.ends) for one in self.phases]
+        steps = [
+            f"{end - one.begins} of phase {one.number}"
+            for one, end in zip(self.phases, ends, strict=True)
+            if end > one.begins
+        ]
+        return f"steps 1-{last} ({', '.join(steps)}), in each phase"
 
     def _note_skipped(self) -> None:
         """Name the steps of the run's line whose update was skipped: the weights have nothing of
@@ -557,6 +589,20 @@ class _Audit:
                     f"{session.epoch} set out, found {newest.step}"
                 )
         return 1, f"done, final snapshot of step {newest.step}" + (f" ({ended})" if early else "")
+
+
+def _begins(phase: RunPhase) -> str:
+    batch = (phase.identity or {}).get("global_batch")
+    return f"phase {phase.number} from step {phase.begins + 1} on, global batch {batch}"
+
+
+def _names_phase(manifest: Manifest, phases: list[RunPhase]) -> None:
+    said = manifest.data.get("phase", 1)
+    if phases and said != (wanted := phase_at(phases, manifest.step).number):
+        raise RuleBroken(
+            f"snapshot {manifest.ref.name}: wanted one of phase {wanted}, which made step "
+            f"{manifest.step}, found phase {said}"
+        )
 
 
 def _names_records(manifest: Manifest) -> None:

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,16 +68,17 @@ class Proof:
 
 
 def prove(key: str, data: bytes, context: str) -> bytes:
-    """Return an encoded `Proof`. `context`: run.json; "" checks only that the object is whole."""
+    """Return an encoded `Proof`. `context`: a list of the identities of the run's phases, run.json
+    first; "" checks only that the object is whole."""
     try:
         part = _part(key, data)
     except rec.BrokenRecords as e:
         return Proof(str(e), "", (), None).encode()
     violation, worlds = "", list[tuple[int, int, int, int]]()
     if context:
-        identity = json.loads(context)
         try:
-            _obey(key, part, identity)
+            for phase, of_phase in _by_phase(key, part, json.loads(context)):
+                _obey(key, of_phase, phase)
         except RuleBroken as e:
             violation = str(e)
     for r in reversed(part):
@@ -92,6 +93,33 @@ def prove(key: str, data: bytes, context: str) -> bytes:
     return Proof("", violation, tuple(worlds), made, begins, ends, skipped).encode()
 
 
+def _by_phase(
+    key: str, part: list[rec.StepRecord], identities: list[dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any], list[rec.StepRecord]]]:
+    """Yield the records of each phase, newest first, with the phase's identity. Raises RuleBroken
+    for a record that is not of the phase that made its step."""
+    begins = [int(one.get("begins", 0)) for one in identities]
+    for number, records in itertools.groupby(
+        reversed(part), lambda r: max(1, bisect_left(begins, r.step))
+    ):
+        of_phase, identity = list(records)[::-1], identities[number - 1]
+        wanted = (number, rec.genesis(identity)[:16] if number > 1 else "")
+        for r in reversed(of_phase):
+            if (r.phase, r.identity) != wanted:
+                raise RuleBroken(
+                    f"{key}, step {r.step}: wanted a step of phase {number} with the identity "
+                    f"{wanted[1] or 'of run.json'}, found phase {r.phase} with "
+                    f"{r.identity or 'that of run.json'}"
+                )
+        first = of_phase[0]
+        if first.step == begins[number - 1] + 1 and first.begins > 0:
+            raise RuleBroken(
+                f"{key}, step {first.step}: wanted the first step of phase {number} to begin at "
+                f"position 0, found {first.begins}"
+            )
+        yield identity, of_phase
+
+
 def _obey(key: str, part: list[rec.StepRecord], identity: dict[str, Any]) -> None:
     """Check the rules for each record alone. Raises RuleBroken for the newest violation."""
     batching, hashed = batching_of(identity), rec.records_contents(identity)
@@ -99,7 +127,7 @@ def _obey(key: str, part: list[rec.StepRecord], identity: dict[str, Any]) -> Non
         wanted = np.array([_digest_of(r, batching.global_batch) for r in part], np.uint64)
         _follow_on(key, part)
     else:
-        wanted = expected_digests(batching, part[0].step, len(part))
+        wanted = expected_digests(batching, part[0].step - identity.get("begins", 0), len(part))
     later_epoch = part[-1].epoch
     for r, right in zip(reversed(part), reversed(wanted.tolist()), strict=True):
         _rules(f"{key}, step {r.step}", r, batching, f"{right:016x}", hashed, foreign)
@@ -232,8 +260,10 @@ def chain(
     genesis: str,
     worlds: dict[int, Epoch],
     epoch: int,
+    firsts: Container[int] = (),
 ) -> Iterator[tuple[str, RecordsPart]]:
-    """Yield the same chain as `walk`, from proofs, and check every rule. `epoch`: the manifest's.
+    """Yield the same chain as `walk`, from proofs, and check every rule. `epoch`: the manifest's;
+    `firsts`: the steps that begin a later phase, and read their data from the start.
 
     Raises BrokenRecords, RuleBroken.
     """
@@ -246,6 +276,8 @@ def chain(
         _check_end(key, last, part.head, step, want)
         yield key, part
         want, step, epoch = part.prev, first - 1, int(part.rows["epoch"][0])
+        if first in firsts:
+            ended = -1
         if want == genesis or step < 1:
             break
         key = _before(by_head, want, step)
@@ -260,9 +292,6 @@ def _joins(key: str, proof: Proof, ended: int) -> int:
             f"{key}: wanted its samples to end at position {ended}, where the next step begins; "
             f"found {proof.ends}"
         )
-    assert proof.part is not None
-    if int(proof.part.rows["step"][0]) == 1 and proof.begins > 0:
-        raise RuleBroken(f"{key}: wanted step 1 to begin at position 0, found {proof.begins}")
     return proof.begins
 
 

@@ -48,23 +48,24 @@ def json_of(key: str, data: bytes) -> Any:
 
 
 def identity_of(key: str, data: bytes) -> dict[str, Any]:
-    """Return the content of run.json, which must be in its one spelling. Raises RuleBroken."""
+    """Return the content of run.json, or of a later phase's identity, which must be in its one
+    spelling. Raises RuleBroken."""
     found = json_of(key, data)
     if not isinstance(found, dict) or canonical(found) != data:
         raise RuleBroken(
-            "run.json: wanted canonical JSON as it was created, found another spelling; it was "
+            f"{key}: wanted canonical JSON as it was created, found another spelling; it was "
             "changed"
         )
     for name, kind in FIELDS.items():
         if type(found.get(name)) is not kind:
             raise RuleBroken(
-                f"run.json: wanted {name} of type {kind.__name__}, found {found.get(name)!r}; "
+                f"{key}: wanted {name} of type {kind.__name__}, found {found.get(name)!r}; "
                 "it was changed"
             )
     try:
         batching_of(found)
     except BadInput as e:
-        raise RuleBroken(f"run.json: {e}") from e
+        raise RuleBroken(f"{key}: {e}") from e
     return found
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.bucket.phases import phases_text
 from harness.core.facts import NodeFound
 from harness.core.formatting import clock, duration, money, number_text, percent, plural
 from harness.core.setup_record import leaves_of
@@ -137,6 +138,8 @@ def _about(s: Summary) -> Iterator[str]:
     if s.session and s.session.micro_batch:
         size = s.session.global_batch
         yield f"global batch {size} in micro-batches of {s.session.micro_batch}"
+    if phases := phases_text(s.phases):
+        yield f"phases {phases}"
 
 
 def _cards(s: Summary) -> list[tuple[str, str, str]]:

@@ -8,6 +8,7 @@ knows no torch: weights are compared by hash.
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from harness.bucket.layout import IDENTITY, Identity
+from harness.bucket.phases import read_phases
 from harness.core import step_records as rec
 from harness.core.world import BadInput
 from harness.look.audit.audit_records import walk
@@ -78,7 +79,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Run:
-    identity: dict[str, Any]
+    identities: list[dict[str, Any]]  # of its phases
     manifest: Manifest | None
     # loss and digests of step i + 1; no whole records, so that a million steps fit into memory
     steps: list[tuple[float, str]]
@@ -90,12 +91,15 @@ def compare(store_a: ObjectStore, store_b: ObjectStore) -> Comparison:
     Raises BadInput, BrokenRecords, SnapshotCorrupt, StoreError.
     """
     a, b = _read(store_a), _read(store_b)
-    proofs = map(rec.what_digests_prove, (a.identity, b.identity))
+    proofs = map(rec.what_digests_prove, (a.identities[0], b.identities[0]))
     proof = "contents" if "contents" in proofs else "samples"
+    none: dict[str, Any] = {}
+    both = itertools.zip_longest(a.identities, b.identities, fillvalue=none)
     different = {
-        name: (a.identity.get(name), b.identity.get(name))
+        f"{name} of phase {number}" if number > 1 else name: (said.get(name), other.get(name))
+        for number, (said, other) in enumerate(both, 1)
         for name in SAME_IDENTITY
-        if a.identity.get(name) != b.identity.get(name)
+        if said.get(name) != other.get(name)
     }
     pairs = [
         _pair(i, *one, *other)
@@ -124,7 +128,7 @@ def compare(store_a: ObjectStore, store_b: ObjectStore) -> Comparison:
 
 def _read(store: ObjectStore) -> _Run:
     try:
-        identity = Identity.decode(store.get(IDENTITY)).body
+        identities = [one.identity or {} for one in read_phases(store)]
     except NotFound:
         raise BadInput(
             f"{store.url}: wanted a run to compare, found no run.json there; check the URL"
@@ -139,9 +143,9 @@ def _read(store: ObjectStore) -> _Run:
     manifest = snapshots.load(refs[0]) if refs else None
     steps: list[tuple[float, str]] = []
     if manifest is not None and (named := rec.named(manifest.data)):
-        for _, part in walk(store, named, rec.genesis(identity)):
+        for _, part in walk(store, named, rec.genesis(identities[0])):
             steps += [(r.loss, f"{r.digest} {r.contents}".strip()) for r in reversed(part)]
-    return _Run(identity, manifest, steps[::-1])
+    return _Run(identities, manifest, steps[::-1])
 
 
 def _pair(step: int, loss_a: float, digest_a: str, loss_b: float, digest_b: str) -> StepPair:

@@ -20,6 +20,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from harness.bucket.phases import phases_text
 from harness.core.formatting import (
     duration,
     money,
@@ -69,6 +70,8 @@ def headline(s: Summary) -> list[tuple[str, str]]:
             else f"{s.step:,} committed",
         ),
     ]
+    if phases := phases_text(s.phases):
+        rows.append(("phases", phases))
     if s.losses and not all(map(math.isnan, s.losses)):  # all NaN: the loop reports no loss
         rows.append(("loss", f"{number_text(s.losses[0])} → {number_text(s.losses[1])}"))
     if s.validations:
@@ -388,6 +391,7 @@ def to_json(s: Summary) -> dict[str, Any]:
         "reason": s.reason,
         "step": s.step,
         "total_steps": s.total_steps,
+        "phases": [{"begins": one.begins, "ends": one.ends} for one in s.phases],
         "loss": s.losses,
         "validation": {"name": s.validation_name, "points": s.validation} if s.validation else None,
         "started_s": s.started_s,

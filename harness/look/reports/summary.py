@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 
 from harness.bucket.archive import read_committed, read_past
-from harness.bucket.layout import IDENTITY, SAMPLES, Epoch, Identity, epoch_key, epoch_numbers
+from harness.bucket.layout import (
+    IDENTITY,
+    PHASES,
+    SAMPLES,
+    Epoch,
+    Identity,
+    epoch_key,
+    epoch_numbers,
+)
+from harness.bucket.phases import RunPhase, read_phases
 from harness.core import step_records
 from harness.core import step_records as rec
 from harness.core.facts import (
@@ -179,6 +188,7 @@ class Summary:
     setups: SetupSummary = field(default_factory=SetupSummary)
     logbook: Logbook = field(default_factory=Logbook)
     side_jobs: tuple[SideJobRows, ...] = ()  # by watch
+    phases: tuple[RunPhase, ...] = ()
 
     @property
     def tokens(self) -> float:
@@ -281,6 +291,7 @@ def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summa
         setups=setups,
         logbook=read_logbook(store, setups.people),
         side_jobs=tuple(side_jobs(facts, committed)),
+        phases=_phases(store, problems),
     )
 
 
@@ -330,6 +341,14 @@ def _records(store: ObjectStore, manifest: Manifest | None, problems: list[str])
             "prove verify)"
         )
         return NO_RECORDS
+
+
+def _phases(store: ObjectStore, problems: list[str]) -> tuple[RunPhase, ...]:
+    try:
+        return tuple(read_phases(store)) if store.list(PHASES) else ()
+    except (NotFound, BadObject) as e:
+        problems.append(f"the script's trainings cannot be told apart: {e}")
+        return ()
 
 
 def _norms(store: ObjectStore, committed: Columns) -> tuple[tuple[int, float], ...]:

@@ -92,6 +92,7 @@ def metrics(r: rec.StepRecord) -> dict[str, float]:
         "accumulation": max(r.shares, default=0),
         "epoch": r.epoch,
         "samples_per_s": r.samples / r.dt if r.dt > 0 else 0.0,
+        **({"phase": r.phase} if r.phase > 1 else {}),  # of the script's trainings
         **others,
     }
 

@@ -70,9 +70,19 @@ class Norms:
         self._found: dict[int, list[torch.Tensor]] = {}
         self._held: dict[int, _Held] = {}
         self._agreed: set[tuple[int, ...]] = set()  # sequences known to be the same on all ranks
-        for layer in self._layers:
-            layer.register_forward_pre_hook(self._begin)
-            layer.register_forward_hook(self._end, always_call=True)
+        self._hooks = [
+            hook
+            for layer in self._layers
+            for hook in (
+                layer.register_forward_pre_hook(self._begin),
+                layer.register_forward_hook(self._end, always_call=True),
+            )
+        ]
+
+    def release(self) -> None:
+        """Let go of the layers, which something else may watch from now on."""
+        for hook in self._hooks:
+            hook.remove()
 
     def take_up(self, micro: int, counts: bool, more: bool = False) -> None:
         """Attribute the next forwards to this micro-batch. `counts`: it is no filler. `more`: they

@@ -299,7 +299,6 @@ class Replicated(WholeStage):
     ):
         self.parameters = [p for p in parameters if p.requires_grad]
         self._group = group
-        self._world = dist.get_world_size(group) if dist.is_initialized() else 1
         self._flats: list[torch.Tensor] = []
         self._wholes: list[torch.Tensor] = []  # what the buckets are pieces of, one for each dtype
         self._views: dict[nn.Parameter, torch.Tensor] = {}
@@ -312,8 +311,19 @@ class Replicated(WholeStage):
         self._came: set[nn.Parameter] = set()  # with a gradient in this micro-batch
         self._missing: list[int] = []
         self._sent: list[Any] = []
-        for p in self.parameters:
+        self._hooks = [
             p.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+            for p in self.parameters
+        ]
+
+    @property
+    def _world(self) -> int:
+        return dist.get_world_size(self._group) if dist.is_initialized() else 1
+
+    def release(self) -> None:
+        """Let go of the parameters, which something else may train from now on."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _build(self, bucket_bytes: int) -> None:
         groups = buckets_of(reversed(self.parameters), bucket_bytes)
