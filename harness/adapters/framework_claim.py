@@ -13,7 +13,7 @@ import os
 from collections.abc import MutableMapping
 from typing import Any
 
-from harness.core.mesh import meshes_told, replica_ranks_told
+from harness.core.mesh import ModelMesh, meshes_told, replica_ranks_told
 from harness.core.world import BadInput
 from harness.worker import alone
 from harness.worker import session as sessions
@@ -23,15 +23,18 @@ ADAPT = "HARNESS_ADAPT"  # "auto", "none" or a framework; unset: not started by 
 ATTACH = "HARNESS_ATTACH"  # options of `attach` for a script that does not call it, as JSON
 MESH, REPLICA_RANKS = "HARNESS_MESH", "HARNESS_REPLICA_RANKS"
 FRAMEWORKS = ("transformers", "accelerate", "lightning", "fabric", "torchtitan")
-SPLITTING = ("transformers",)  # those whose models may be split over the ranks of a copy
+# those whose models may be split over the ranks of a copy
+SPLITTING = ("transformers", "lightning", "fabric")
 
 
 class Claims:
-    """The claims of this process. `framework`: the one that drives; "": none yet."""
+    """The claims of this process. `framework`: the one that drives; "": none yet; `mesh`: of a copy
+    of the model, if one was told."""
 
     def __init__(self) -> None:
         self.framework = ""
         self.run: Session | None = None
+        self.mesh: ModelMesh | None = None
 
 
 _claims = Claims()
@@ -77,7 +80,7 @@ def copies_of_mesh(environ: MutableMapping[str, str]) -> int:
     them, and shares out a micro-batch among them, itself. Return their number. Raises BadInput."""
     choice = meshes_told(environ)
     if choice is not None:
-        mesh = choice.of_world(int(environ.get("WORLD_SIZE", 1)))
+        mesh = _claims.mesh = choice.of_world(int(environ.get("WORLD_SIZE", 1)))
         environ[REPLICA_RANKS] = str(mesh.copy_ranks)
         del environ[MESH]
     return replica_ranks_told(environ) or 1
@@ -111,6 +114,11 @@ def claim(framework: str, by_name: bool = False, hide: bool = True) -> Session |
 def claimed() -> str:
     """Return the framework that drives, or "" if none does."""
     return _claims.framework
+
+
+def told_mesh() -> ModelMesh | None:
+    """Return the mesh of a copy of the model, or None if none was told."""
+    return _claims.mesh
 
 
 def second_training(call: str) -> str:

@@ -8,12 +8,16 @@ micro-batches of a step among copies, and add up their gradients.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from harness.core.world import BadInput
+from harness.loops.shared_batches import Share
 from harness.worker.gradients.copies import SummedCopies
 from harness.worker.gradients.parallel import Strategy
 from harness.worker.session import Session
@@ -58,9 +62,9 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def copies_of(run: Session, model: nn.Module) -> Strategy | None:
+def copies_of(run: Session, model: nn.Module, deferred: bool = True) -> Strategy | None:
     """Return the strategy for a model that is split over the ranks of a copy; None: each rank holds
-    a copy. Raises BadInput."""
+    a copy. `deferred`: see `SummedCopies`. Raises BadInput."""
     peers = run._peers
     if peers.within is None or peers.across is None:
         return None
@@ -69,4 +73,24 @@ def copies_of(run: Session, model: nn.Module) -> Strategy | None:
             f"reduce={run.reduce!r}: the gradients of a model that its trainer shards are its own "
             "means within a copy; use reduce='fast'"
         )
-    return SummedCopies(model, peers.across, peers.within)
+    return SummedCopies(model, peers.across, peers.within, deferred)
+
+
+def own_parts(mine: range, parts: int, part: int) -> range:
+    """Return the batches of a step that a rank reads, of those of all `parts` of its micro-batches.
+    `mine`: its copy's micro-batches."""
+    return range(mine.start * parts + part, mine.stop * parts, parts)
+
+
+def whole_shares(shares: Iterable[Share], parts: int) -> Iterator[Share]:
+    """Yield a share for each micro-batch, with this rank's part of the data, from those of its
+    `parts`."""
+    if parts == 1:
+        yield from shares
+        return
+    several = iter(shares)
+    while together := list(itertools.islice(several, parts)):
+        own = next((one for one in together if one.mine), together[0])
+        keys, count = np.concatenate([one.keys for one in together]), sum(o.count for o in together)
+        index, micro = own.index // parts, own.micro // parts
+        yield Share(index, micro, own.mine, own.data, keys, None, count)

@@ -158,7 +158,7 @@ class CopyRanks:
     def meet(self) -> None:
         """Make the default process group of these ranks, with our backend. Ours stands."""
         ours = c10d._get_default_group()
-        backend, store = c10d.get_backend_config(ours), c10d._get_default_store()
+        backend, store = c10d.get_backend(ours), c10d._get_default_store()
         c10d._update_default_pg(None)
         dist.init_process_group(
             backend,

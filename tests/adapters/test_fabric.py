@@ -1,5 +1,6 @@
 """Loops around Lightning Fabric: unchanged, and with the elastic one."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,37 @@ def test_with_the_elastic_fabric_nothing_is_repeated_after_a_kill(alone, go):
     ended = [float((folder / "ended").read_text()) for folder in (go.folder, alone)]
     assert ended[0] == pytest.approx(ended[1], rel=1e-6)
     sound(go.url)
+
+
+# ---- a model that is split over two ranks ---------------------------------------------------------
+SPLIT = ("--split", "--epochs", 2)
+
+
+def test_one_copy_of_a_split_model_is_fabric_to_the_bit(of_two, go):
+    copies = {"mesh": "dp_shard=2", "first_world": 2}
+    go(2, *SPLIT, **copies, die_at=("0,4", 3), codes=(-9,))
+    assert "resumed from step 3" in go(2, *SPLIT, **copies).output
+    plain = of_two(*SPLIT)
+    assert events(go.folder) == events(plain)
+    assert (go.folder / "ended").read_text() == (plain / "ended").read_text()
+    sound(go.url)
+
+
+def test_copies_of_a_split_model_come_and_go(go):
+    """The last step of an epoch has one micro-batch: the second copy's body counts for nothing."""
+    copies = {"mesh": "dp_shard=2", "first_world": 4}
+    go(4, *SPLIT, **copies)
+    calm = [(go.folder / name).read_text() for name in ("events", "ended")]
+    for begins, killed in ((4, "0,3"), (2, "0,6")):
+        shutil.rmtree(go.folder)
+        shutil.rmtree(go.url)
+        go(begins, *SPLIT, **copies, die_at=(killed, 3), codes=(-9,))
+        assert "resumed from step 3" in go(6 - begins, *SPLIT, **copies).output
+        assert (go.folder / "events").read_text() == calm[0]
+        assert float((go.folder / "ended").read_text()) == pytest.approx(float(calm[1]), rel=1e-6)
+        assert [r.samples for r in history(go.url)] == [16, 16, 16, 4] * 2
+        assert {r.world for r in history(go.url)} == {2, 4}
+        sound(go.url)
 
 
 @pytest.mark.parametrize(

@@ -191,10 +191,56 @@ def test_several_optimizers_by_hand_go_on_where_they_were(tmp_path, go):
     sound(go.url)
 
 
+# ---- a model that is split over two ranks ---------------------------------------------------------
+SPLIT = ("--split", "--accumulate", 2, "--epochs", 2)  # a validation before step 3 ends
+COPIES = {"mesh": "dp_shard=2", "first_world": 2}
+
+
+@pytest.fixture(scope="module")
+def split(of_two):
+    return of_two(*SPLIT)
+
+
+def test_one_copy_of_a_split_model_is_lightning_to_the_bit(split, go):
+    go(2, *SPLIT, **COPIES)
+    assert events(go.folder) == events(split)
+    assert (go.folder / "ended").read_text() == (split / "ended").read_text()
+    sound(go.url)
+
+
+def test_two_copies_are_killed_and_one_goes_on(split, go):
+    go(4, *SPLIT, **COPIES, die_at=(5, 3), codes=(-9,))
+    before = events(go.folder)
+    (go.folder / "events").unlink()
+    assert "resumed from step 3" in go(2, *SPLIT, **COPIES).output
+    after = events(go.folder)
+    same(before, events(split)[: len(before)])
+    same(after, events(split)[-len(after) :])
+    assert ended(go.folder) == pytest.approx(ended(split), rel=1e-4)
+    assert [r.samples for r in history(go.url)] == [16, 16, 16, 4] * 2
+    assert {r.world for r in history(go.url)} == {2, 4}
+    sound(go.url)
+
+
+@pytest.mark.parametrize(
+    ("flags", "mesh", "said"),
+    [
+        (("--split",), "", "say how many share one: `harness run --mesh dp_shard=8`"),
+        ((), "dp_shard=2", "2 ranks shall share a copy of the model"),
+        (("--split",), "tp=2", "wanted --mesh dp_shard=2,tp=1"),
+        (("--split", "--odd", "outside"), "dp_shard=2", "parameter unused.weight is outside"),
+    ],
+)
+def test_what_does_not_fit_to_copies_is_said(go, flags, mesh, said):
+    output = go(2, *flags, mesh=mesh, first_world=2, codes=(1,)).output
+    assert "BadInput" in output and said in output
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--strategy", "fsdp"), "strategy='fsdp'"),
+        (("--strategy", "fsdp"), "FSDP of version 1 keeps its shards in flat buffers"),
+        (("--strategy", "deepspeed"), "strategy='deepspeed'): DeepSpeed keeps its shards"),
         (("--odd", "scheduler"), "GradientAccumulationScheduler"),
         (("--odd", "loaders"), "wanted one train dataloader, found 2"),
         (("--odd", "iterator"), "training_step(dataloader_iter)"),

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from harness.adapters.lightning.parts import of_all_parts
+from harness.adapters.whole_copies import whole_shares
 from harness.loops.shared_batches import Share, SharedLoader
 from harness.worker.batches import rng_state
 
@@ -29,6 +31,8 @@ class Dealt:
 
 class TrainLoader:
     """The loader that Lightning iterates instead of the script's. It has the same interface.
+    `parts`: the ranks of a copy of the model that each read a part of a micro-batch; `loader` then
+    has the batches of all.
 
     `batches`: number per epoch, as Lightning limits it; infinite if unknown. `dealt`: micro-batches
     that were given to Lightning and have not reached its loop, which may fetch one ahead. `sample`:
@@ -37,8 +41,8 @@ class TrainLoader:
     steps' generators.
     """
 
-    def __init__(self, loader: Any, batches: Callable[[], float]):
-        self.loader, self._batches = loader, batches
+    def __init__(self, loader: Any, batches: Callable[[], float], parts: int = 1):
+        self.loader, self._batches, self.parts = of_all_parts(loader, parts), batches, parts
         self.shared: SharedLoader | None = None
         self.micro_batches, self.begins = 1, 0
         self.dealt: deque[Dealt] = deque()
@@ -50,7 +54,7 @@ class TrainLoader:
         self.shared, self.micro_batches, self.begins = shared, micro_batches, begins
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self.loader) // self.parts
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "loader":
@@ -71,7 +75,8 @@ class TrainLoader:
             return
         self.dealt.clear()
         place, self.begins = self.begins, 0
-        shares = self._after_a_sample(drawn_from(self.drawn, iter(self.shared)))
+        whole = whole_shares(self.shared, self.parts)
+        shares = self._after_a_sample(drawn_from(self.drawn, whole))
         self.drawn = None
         while (left := self._batches() - place) > 0:
             group: Iterator[Share] | list[Share]

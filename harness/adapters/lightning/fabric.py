@@ -12,6 +12,7 @@ from typing import Any
 from harness.adapters import framework_claim
 from harness.adapters.lightning.fabric_loop import FabricSteps
 from harness.adapters.lightning.limits import check_strategy
+from harness.adapters.lightning.parts import OneOfCopy, elastic_like, with_cluster
 from harness.adapters.lightning.patch import put
 from harness.worker.batches import rng_state
 from harness.worker.session import Session
@@ -62,23 +63,33 @@ def patch(module: ModuleType) -> None:
     put(wrappers._FabricDataLoader, "__len__", _length)
 
 
-class OneOfManyInFabric:
-    """A mixin over Fabric's SingleDeviceStrategy: files and prints see the same ranks as with other
-    strategies, but the world has one rank."""
+class Agreeing:
+    """A mixin over a strategy of Fabric: rank 0 decides for all, and all wait for each other."""
 
-    global_rank: int
-    local_rank: int
     harness_run: Session
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return self.harness_run._peers.agree(lambda: obj)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self.harness_run._peers.barrier()
+
+
+class OneOfManyInFabric(Agreeing):
+    """A mixin over Fabric's SingleDeviceStrategy: files and prints see the same ranks as with other
+    strategies, but the world has one rank."""
+
+    harness_parts = 1
+    global_rank: int
+    local_rank: int
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+
+class OneOfCopyInFabric(OneOfCopy, Agreeing):
+    """A mixin over Fabric's ModelParallelStrategy."""
 
 
 def _check(root: str) -> None:
@@ -101,12 +112,15 @@ def _connector(root: str) -> Callable[[Any], Any]:
                 return
             _check(root)
             arguments = signature.bind(self, *args, **kwargs)
-            check_strategy(arguments.arguments.get("strategy", "auto"), "Fabric")
-            arguments.arguments |= {
-                "strategy": make_strategy(root, steps.run),
-                "devices": 1,
-                "num_nodes": 1,
-            }
+            given = arguments.arguments
+            strategy, run = given.get("strategy", "auto"), steps.run
+            check_strategy(strategy, run.replica_ranks, "Fabric")
+            elastic = make_strategy(root, run, strategy)
+            steps.parts.reading = elastic.harness_parts
+            given |= {"strategy": elastic, "devices": 1, "num_nodes": 1}
+            if run.replica_ranks > 1:
+                environments = importlib.import_module(f"{root}.plugins.environments")
+                given["plugins"] = with_cluster(given.get("plugins"), environments)
             original(*arguments.args, **arguments.kwargs)
 
         return init
@@ -114,8 +128,11 @@ def _connector(root: str) -> Callable[[Any], Any]:
     return make
 
 
-def make_strategy(root: str, run: Session) -> Any:
-    """Return an elastic strategy for a Fabric of this copy."""
+def make_strategy(root: str, run: Session, theirs: Any) -> Any:
+    """Return an elastic strategy for a Fabric of this copy. `theirs`: the script's, which splits
+    the model if ranks share a copy of it. Raises BadInput."""
+    if run.replica_ranks > 1:
+        return elastic_like(theirs, OneOfCopyInFabric, run)
     base = importlib.import_module(f"{root}.strategies").SingleDeviceStrategy
     strategy = type("ElasticFabricStrategy", (OneOfManyInFabric, base), {})(device=run.device)
     strategy.harness_run = run
@@ -154,9 +171,11 @@ def _setup_optimizers(original: Any) -> Any:
 
 def _setup_dataloaders(original: Any) -> Any:
     def setup_dataloaders(self: Any, *dataloaders: Any, **kwargs: Any) -> Any:
+        made = original(self, *dataloaders, **kwargs)
         if (steps := driver()) is not None:
-            steps.parts.loaders += dataloaders
-        return original(self, *dataloaders, **kwargs)
+            found = made if isinstance(made, list) else [made]
+            steps.parts.loaders += [one._dataloader for one in found]
+        return made
 
     return setup_dataloaders
 

@@ -17,11 +17,20 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DistributedSampler
 
 from harness.adapters.lightning.data import drawn_from
+from harness.adapters.lightning.limits import check_split
+from harness.adapters.lightning.parts import (
+    batch_size,
+    first_copies,
+    of_all_parts,
+    refuse_other_size,
+)
 from harness.adapters.unused_parameters import UnusedParameters
+from harness.adapters.whole_copies import copies_of, own_parts, reshard, whole_shares
 from harness.core.world import BadInput
-from harness.loops.own_loop import OwnLoop, OwnStep, own_loop, script_world
+from harness.loops.own_loop import OwnLoop, OwnStep, own_loop
 from harness.loops.shared_batches import Share, SharedLoader
 from harness.worker.batches import rng_state
 from harness.worker.batches.loader import fingerprint
@@ -43,36 +52,41 @@ class Several:
 
 
 class BatchCount:
-    """The position of the script's loop: finished epochs, and batches of the current one."""
+    """The position of the script's loop: finished epochs, and batches of the current one, of which
+    each consists of `parts`."""
 
     def __init__(self) -> None:
         self.epoch = self.batch = 0
+        self.parts = 1
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "batch": self.batch}
+        return {"epoch": self.epoch, "batch": self.batch, "parts": self.parts}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        refuse_other_size(int(state["parts"]), self.parts)
         self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
 
 
 @dataclass
 class FabricParts:
-    """The objects that the script has set up. `kept`: further state, by name."""
+    """The objects that the script has set up. `kept`: further state, by name; `reading`: the ranks
+    of a copy of the model that read different parts of a micro-batch."""
 
     models: list[Any] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
     loaders: list[Any] = field(default_factory=list)
     kept: dict[str, Any] = field(default_factory=dict)
+    reading: int = 1
     unused: UnusedParameters | None = None
 
 
 class FabricSteps:
     """The training driver of this process. `accumulation`: iterations of the script's body per
-    optimizer step; `first_world`: size of the world whose batch is kept; `share`: the body's
-    current micro-batch, None if the body counts for nothing."""
+    optimizer step; `first_copies`: copies of the model in the world whose batch is kept; `share`:
+    the body's current micro-batch, None if the body counts for nothing."""
 
     def __init__(self, run: Session, accumulation: int = 1):
-        self.run, self.accumulation, self.first_world = run, accumulation, script_world(run)
+        self.run, self.accumulation, self.first_copies = run, accumulation, first_copies(run)
         self.parts = FabricParts()
         self.loop: OwnLoop | None = None
         self.step: OwnStep | None = None
@@ -86,7 +100,7 @@ class FabricSteps:
 
     @property
     def micro_batches(self) -> int:
-        return self.accumulation * self.first_world
+        return self.accumulation * self.first_copies
 
     @property
     def within(self) -> bool:
@@ -103,7 +117,7 @@ class FabricSteps:
 
     def length(self, loader: Any) -> int:
         """Return `len` of the training loader, as on a rank of the first world."""
-        return math.ceil(len(loader) / self.first_world)
+        return math.ceil(len(loader) / self.first_copies)
 
     # ---- the beginning ---------------------------------------------------------------------------
     def _begin(self, loader: Any) -> SharedLoader:
@@ -119,6 +133,9 @@ class FabricSteps:
             )
         if len(self.parts.models) > 1:
             raise BadInput(f"wanted one model in fabric.setup, found {len(self.parts.models)}")
+        model, parts = self.parts.models[0], self.parts.reading
+        check_split(model, parts)
+        self.count.parts = parts
         schedulers = {
             str(i): thing
             for i, thing in enumerate(_schedulers_of(self.parts.optimizers[0], self._gate))
@@ -127,28 +144,32 @@ class FabricSteps:
         if schedulers:
             state["schedulers"] = Several(schedulers)
         shared = self._shared = SharedLoader(
-            loader,
-            micro_batches=self.micro_batches,
+            of_all_parts(loader, parts),
+            micro_batches=self.micro_batches * parts,
             mine=range(1),
             seed=self.run.seed,
             agree=lambda value: self.run._peers.agree(lambda: value),
             tell=self.run.print,
         )
         self.run.prepare(
-            self.parts.models[0], self.parts.optimizers, state={**state, "batches": shared}
+            model,
+            self.parts.optimizers,
+            state={**state, "batches": shared},
+            strategy=copies_of(self.run, model, deferred=False),
         )
         self.loop = own_loop(
             self.run,
             micro_batches=self.micro_batches,
-            micro_batch=int(loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)),
+            micro_batch=batch_size(loader) * parts,
             data=fingerprint(loader.dataset),
             seed=self.run.seed,
             adapter="fabric",
+            reading_ranks=parts,
         )
-        shared.mine = self.loop.share
+        shared.mine = own_parts(self.loop.share, parts, self.loop.reading.number)
         if self.run.step:
             self._drawn = None
-            shared.resume_at(self.count.epoch, self.count.batch)
+            shared.resume_at(self.count.epoch, self.count.batch * parts)
         self.run.print(
             f"harness: Fabric: {self.micro_batches} micro-batches a step, on {self.run.world} "
             "ranks now. Each iteration of the loop is a step of the first world; the loop's own "
@@ -181,7 +202,10 @@ class FabricSteps:
         if self._passed < self.count.epoch:
             self._passed += 1
             return
-        shares, total = drawn_from(self._drawn, iter(shared)), _length(loader)
+        if self.parts.reading > 1:  # as Fabric does with the loader of one part
+            shared.set_epoch(self.count.epoch)
+        whole = whole_shares(shared, self.parts.reading)
+        shares, total = drawn_from(self._drawn, whole), _length(loader)
         self._drawn = None
         while True:
             group, count = self._group(shares, total)
@@ -227,7 +251,8 @@ class FabricSteps:
         assert self._shared is not None
         loader = self._shared.loader
         with rng_state.kept():
-            return loader.collate_fn([loader.dataset[int(key)] for key in share.keys])
+            keys = share.keys[: max(1, share.count // self.parts.reading)]
+            return loader.collate_fn([loader.dataset[int(key)] for key in keys])
 
     def rest(self) -> None:
         """Finish the previous step, because the script requests more."""
@@ -244,8 +269,8 @@ class FabricSteps:
         if self.share is None:
             return
         beside = min(
-            self.first_world,
-            self.step.count - self.share.micro + self.share.micro % self.first_world,
+            self.first_copies,
+            self.step.count - self.share.micro + self.share.micro % self.first_copies,
         )
         go(loss / (self.accumulation * beside))
         self.step.done(self.share.micro, loss.detach(), self.share.count)
@@ -255,6 +280,8 @@ class FabricSteps:
         if self.step is None:
             return True
         if self._last and not self._synced:
+            if self.share is None and self.run.replica_ranks > 1:
+                reshard(self.parts.models[0])  # a forward without a backward has gathered it
             self.step.sync()
             if self.parts.unused is not None:
                 self.parts.unused.drop()
@@ -293,6 +320,8 @@ def _length(loader: Any) -> int | None:
 
 def _shuffles(loader: Any) -> bool:
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if isinstance(sampler, DistributedSampler):
+        return bool(sampler.shuffle)
     kinds = (
         torch.utils.data.SequentialSampler,
         torch.utils.data.dataloader._InfiniteConstantSampler,

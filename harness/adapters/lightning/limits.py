@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import LBFGS
 
 from harness.core.world import BadInput
@@ -14,6 +15,13 @@ from harness.core.world import BadInput
 # data-parallel strategies of Lightning, which our own sums may replace
 REPLACED = ("auto", "ddp", "single_device")
 REPLACED_CLASSES = ("DDPStrategy", "SingleDeviceStrategy")
+SPLITS = "ModelParallelStrategy"
+# what keeps strategies that split a model from being elastic
+STRANGE = {
+    "fsdp": "FSDP of version 1 keeps its shards in flat buffers",
+    "deepspeed": "DeepSpeed keeps its shards in buffers of its own",
+}
+UNKNOWN = "nothing is known of what it communicates"
 LIMITS = (
     "limit_train_batches",
     "limit_val_batches",
@@ -30,30 +38,62 @@ CALLBACKS = {
     "LearningRateFinder": "its steps are not the run's; find the rate in a script of its own",
 }
 
+OF_WHOLE_MODELS = dict.fromkeys(
+    ("WeightAveraging", "StochasticWeightAveraging"),
+    "its average of a model that is split over ranks is not kept",
+)
 
-def check_strategy(strategy: Any, of: str = "Trainer") -> None:
-    """Raise BadInput unless the strategy is plain data parallelism."""
+
+def check_strategy(strategy: Any, copy_ranks: int, of: str = "Trainer") -> None:
+    """Raise BadInput unless the strategy is plain data parallelism, or splits the model by DTensor
+    over the `copy_ranks` ranks of a copy of it."""
     if isinstance(strategy, str):
-        fits = strategy.startswith(REPLACED)
+        name, plain = strategy, strategy.startswith(REPLACED)
     else:
-        fits = strategy is None or type(strategy).__name__ in REPLACED_CLASSES
-    if not fits:
-        name = strategy if isinstance(strategy, str) else type(strategy).__name__
+        name = "auto" if strategy is None else type(strategy).__name__
+        plain = strategy is None or name in REPLACED_CLASSES
+    splits = any(kind.__name__ == SPLITS for kind in type(strategy).__mro__)
+    if splits and copy_ranks == 1:
         raise BadInput(
-            f"{of}(strategy={name!r}) splits the model, and communicates in every micro-batch: "
-            "only data parallelism ('auto', 'ddp') can be made elastic without a change; use that, "
-            "or harness.attach() with harness.fsdp2, or --adapt none"
+            f"{of}(strategy={name}(...)) splits the model over several ranks, and here each rank "
+            "is a copy of it; say how many share one: `harness run --mesh dp_shard=8`"
+        )
+    if plain and copy_ranks > 1:
+        raise BadInput(
+            f"{copy_ranks} ranks shall share a copy of the model, but {of}(strategy={name!r}) "
+            f"splits none; use {SPLITS}, or leave out --mesh"
+        )
+    if not (plain or splits):
+        why = next((said for how, said in STRANGE.items() if how in name.lower()), UNKNOWN)
+        where = "parallelize_fn" if of == "Fabric" else "configure_model"
+        raise BadInput(
+            f"{of}(strategy={name!r}): {why}; use 'ddp', or strategy={SPLITS}(...) with "
+            f"fully_shard in {where} and `harness run --mesh dp_shard=8`, or run with --adapt none"
         )
 
 
-def check_callbacks(trainer: Any) -> None:
-    """Raise BadInput for a callback that is not supported."""
+def check_split(module: Any, parts: int) -> None:
+    """Raise BadInput for a parameter whose gradient nobody averages over the `parts` ranks of a
+    copy that read different samples."""
+    units = (part for part in module.modules() if isinstance(part, FSDPModule))
+    sharded = {id(p) for unit in units for p in unit.parameters()}  # type: ignore[attr-defined]
+    for name, p in module.named_parameters():
+        if parts > 1 and p.requires_grad and id(p) not in sharded:
+            raise BadInput(
+                f"parameter {name} is outside of what fully_shard was called for, so each of "
+                f"{parts} ranks of a copy of the model would train one of its own; call "
+                "fully_shard(model, mesh=mesh['data_parallel']) for the whole model as well"
+            )
+
+
+def check_callbacks(trainer: Any, copy_ranks: int) -> None:
+    """Raise BadInput for a callback that is not supported, with copies of the model on so many
+    ranks each."""
+    refused = CALLBACKS if copy_ranks == 1 else CALLBACKS | OF_WHOLE_MODELS
     for callback in trainer.callbacks:
         for kind in type(callback).__mro__:
-            if kind.__name__ in CALLBACKS and "lightning" in kind.__module__:
-                raise BadInput(
-                    f"callback {kind.__name__}: {CALLBACKS[kind.__name__]}; leave it out"
-                )
+            if kind.__name__ in refused and "lightning" in kind.__module__:
+                raise BadInput(f"callback {kind.__name__}: {refused[kind.__name__]}; leave it out")
 
 
 def forgotten(trainer: Any) -> Iterator[str]:

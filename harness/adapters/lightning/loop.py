@@ -24,14 +24,17 @@ from harness.adapters.lightning.data import Dealt, TrainLoader
 from harness.adapters.lightning.limits import (
     check_callbacks,
     check_fit,
+    check_split,
     forgotten,
     scale_limits,
 )
 from harness.adapters.lightning.metrics import StepLogs
+from harness.adapters.lightning.parts import batch_size, first_copies
 from harness.adapters.lightning.state import LightningState
 from harness.adapters.unused_parameters import UnusedParameters
+from harness.adapters.whole_copies import copies_of, own_parts
 from harness.core.world import BadInput
-from harness.loops.own_loop import OwnLoop, OwnStep, own_loop, script_world
+from harness.loops.own_loop import OwnLoop, OwnStep, own_loop
 from harness.loops.shared_batches import SharedLoader
 from harness.worker.batches.loader import fingerprint
 from harness.worker.session import Session
@@ -123,7 +126,8 @@ class LightningCopy:
 class LightningSteps:
     """The training driver of one trainer. `loop`: None before the fit has begun; `step`: the one in
     progress; `current`: Lightning's current micro-batch; `batch`, `outputs` (a ClosureResult): what
-    hooks see for foreign micro-batches; `cut_off`: this rank leaves, or another one is gone."""
+    hooks see for foreign micro-batches; `cut_off`: this rank leaves, or another one is gone;
+    `within_snapshot`: one is being made."""
 
     def __init__(self, run: Session, copy: LightningCopy):
         self.run, self.copy = run, copy
@@ -135,7 +139,7 @@ class LightningSteps:
         self.current: Dealt | None = None
         self.batch: Any = None
         self.outputs: Any = None
-        self.cut_off = False
+        self.cut_off = self.within_snapshot = False
         self._unused: UnusedParameters | None = None
         # own micro-batches of this step, in case it must be repeated (exact sums)
         self._repeat: list[tuple[Dealt, Callable[[], None]]] = []
@@ -153,8 +157,8 @@ class LightningSteps:
         if self.trainer is not trainer:
             self.trainer = trainer
             self.accumulation = trainer.accumulate_grad_batches
-            check_callbacks(trainer)
-            scale_limits(trainer, self.first_world)
+            check_callbacks(trainer, self.run.replica_ranks)
+            scale_limits(trainer, self.first_copies)
         if trainer.state.fn == "fit":
             self._begin_fit()
 
@@ -170,19 +174,24 @@ class LightningSteps:
             self.trainer.accumulate_grad_batches = self.micro_batches
 
     @functools.cached_property
-    def first_world(self) -> int:
-        """Size of the world whose batch is kept."""
-        return script_world(self.run)
+    def first_copies(self) -> int:
+        """Copies of the model in the world whose batch is kept."""
+        return first_copies(self.run)
+
+    @property
+    def _parts(self) -> int:
+        """The ranks of a copy of the model that read different parts of a micro-batch."""
+        return int(self.trainer.strategy.harness_parts)
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches of a full step."""
-        return self.accumulation * self.first_world
+        return self.accumulation * self.first_copies
 
     def deal(self, loader: Any) -> TrainLoader:
         """Return the loader that replaces the script's train dataloader."""
         fit_loop = self.trainer.fit_loop
-        self.loader = TrainLoader(loader, lambda: float(fit_loop.max_batches))
+        self.loader = TrainLoader(loader, lambda: float(fit_loop.max_batches), self._parts)
         if self.loop is not None:  # loaded again for this epoch
             self.loader.share_out(self._shared(), self.micro_batches)
         assert self.state is not None
@@ -196,27 +205,30 @@ class LightningSteps:
         if fit_loop._combined_loader is None or not fit_loop.max_batches:
             return  # nothing will be trained
         check_fit(trainer, self.micro_batches)
+        check_split(trainer.lightning_module, self._parts)
         assert self.loader is not None and self.state is not None
         module = trainer.lightning_module
         self._unused = UnusedParameters(self.run, module)
-        self.logs = StepLogs(trainer, self.run, self.accumulation, self.first_world)
+        self.logs = StepLogs(trainer, self.run, self.accumulation, self.first_copies)
         self.run.prepare(
             module,
             list(trainer.optimizers),
             scaler=None,
             state={"lightning": self.state, "metrics": self.logs},
             per_rank={"metrics"},
+            strategy=copies_of(self.run, module, deferred=False),
         )
         with self.together():
             self.loop = own_loop(
                 self.run,
                 micro_batches=self.micro_batches,
-                micro_batch=batch_size(self.loader),
+                micro_batch=batch_size(self.loader) * self._parts,
                 data=fingerprint(self.loader.dataset),
                 seed=self.run.seed,
                 # a trainer counts the steps of all its fits
                 total=max(0, trainer.max_steps - trainer.global_step),
                 adapter="lightning",
+                reading_ranks=self._parts,
             )
         begins = self.state.take_up()
         self.logs.take_up()
@@ -224,17 +236,18 @@ class LightningSteps:
         if self.state.resumed:
             trainer.num_sanity_val_steps = 0  # it has run before
             shared.load_state_dict(self.state.place)
-            shared.resume_at(trainer.current_epoch, begins)
+            shared.resume_at(trainer.current_epoch, begins * self._parts)
         self.loader.share_out(shared, self.micro_batches, begins)
         iter(fit_loop._data_fetcher)
         self._say()
 
     def _shared(self) -> SharedLoader:
         assert self.loader is not None and self.loop is not None
+        parts, part = self._parts, self.loop.reading.number
         return SharedLoader(
             self.loader.loader,
-            micro_batches=self.micro_batches,
-            mine=self.loop.share,
+            micro_batches=self.micro_batches * parts,
+            mine=own_parts(self.loop.share, parts, part),
             seed=self.run.seed,
             agree=lambda value: self.run._peers.agree(lambda: value),
             tell=self.run.print,
@@ -244,7 +257,7 @@ class LightningSteps:
         self.run.print(
             f"harness: {self.copy.version}: {self.micro_batches} micro-batches a step "
             f"(accumulate_grad_batches {self.accumulation} x the first world's "
-            f"{self.first_world}), on {self.run.world} ranks now"
+            f"{self.first_copies}), on {self.run.world} ranks now"
         )
         for line in forgotten(self.trainer):
             self.run.print(f"harness: {line}")
@@ -301,8 +314,8 @@ class LightningSteps:
         now = self.current
         if now is None or result.closure_loss is None:
             return result
-        if self.first_world > 1:
-            result.loss = result.loss * self.first_world
+        if self.first_copies > 1:
+            result.loss = result.loss * self.first_copies
         divisor = self.accumulation * self._beside(now)
         if divisor != self.micro_batches:
             result.closure_loss = result.closure_loss * (self.micro_batches / divisor)
@@ -312,8 +325,8 @@ class LightningSteps:
     def _beside(self, now: Dealt) -> int:
         """Return how many ranks of the first world would have had a micro-batch in this one's
         round. Lightning takes the mean over them."""
-        round_begins = now.m - now.m % self.first_world
-        return min(self.first_world, now.count - round_begins)
+        round_begins = now.m - now.m % self.first_copies
+        return min(self.first_copies, now.count - round_begins)
 
     def done(self, loss: torch.Tensor | None) -> None:
         """Finish this micro-batch after its backward. `loss` is scaled; None: the script skipped
@@ -356,7 +369,7 @@ class LightningSteps:
             return False
         if self.step is None:
             return nothing and not self.foreign
-        if self.run.world == 1 and not nothing:
+        if self.run._peers.replicas == 1 and not nothing:
             return False
         return self.step.weight == 0.0
 
@@ -430,6 +443,12 @@ class LightningSteps:
             self.cut_off = True
             raise
 
+    def of_first_copy(self, value: Any) -> Any:
+        """Return the value of the first copy's rank that is at this one's place. Collective."""
+        peers = self.run._peers
+        with self.together():
+            return peers.gather(value)[peers.rank % peers.replica_ranks]
+
     def boundary(self) -> None:
         """Pass a boundary between steps. Raises SystemExit to leave."""
         if self.loop is not None:
@@ -451,9 +470,3 @@ def is_over(fit_loop: Any) -> bool:
     if any(most != -1 and now >= most for now, most in limits):
         return True
     return bool(fit_loop.trainer.should_stop and fit_loop._can_stop_early)
-
-
-def batch_size(loader: Any) -> int:
-    """Return the number of samples in a full micro-batch."""
-    sizes = (getattr(part, "batch_size", None) for part in (loader, loader.batch_sampler))
-    return next((int(size) for size in sizes if size), 1)

@@ -1,7 +1,9 @@
 """The values that a Lightning script logs in its training step, made equal on every rank. Runs in
 the worker.
 
-Each rank runs the training step for its own micro-batches only. The value shown for a step is the
+Each rank runs the training step for its own micro-batches only, or its part of them where ranks
+share a copy of the model: then those at the same place in each copy are combined here, and those of
+a copy by Lightning itself (sync_dist=True). The value shown for a step is the
 one that rank 0 of the script's first world would have logged: that of its last micro-batch, or with
 sync_dist=True the mean over all of its ranks. The value shown for an epoch is the mean (sum,
 minimum, maximum) over all micro-batches, as with sync_dist=True. Metrics of torchmetrics that the
@@ -34,12 +36,12 @@ META = (
 
 
 class StepLogs:
-    """The logs of one trainer. Each rank has its own state. `accumulation`, `first_world`: the
-    script's."""
+    """The logs of one trainer. Each rank has its own state. `accumulation`, `first_copies`:
+    the script's."""
 
-    def __init__(self, trainer: Any, run: Session, accumulation: int, first_world: int):
+    def __init__(self, trainer: Any, run: Session, accumulation: int, first_copies: int):
         self._trainer, self._run = trainer, run
-        self._accumulation, self._first_world = accumulation, first_world
+        self._accumulation, self._first_copies = accumulation, first_copies
         self._known: list[str] = []  # keys that all ranks know, in order
         self._seen: dict[str, Any] = {}  # newest values, to detect new ones
         self._said: dict[str, tuple[torch.Tensor, int]] = {}  # of this step: sum and number
@@ -54,7 +56,7 @@ class StepLogs:
     # ---- in a step -------------------------------------------------------------------------------
     def note(self, m: int, count: int) -> None:
         """Record the logged values of an own micro-batch that is done."""
-        last_round = (count - 1) // self._first_world * self._first_world
+        last_round = (count - 1) // self._first_copies * self._first_copies
         for key, metric in self._stepwise().items():
             value = metric._forward_cache
             if value is None or self._seen.get(key) is value:
@@ -111,7 +113,7 @@ class StepLogs:
             total, number = self._said.get(key, (none, 0))
             rows += [total.detach().to(device, torch.float64).reshape(()), none + number]
         sums = torch.stack(rows)
-        dist.all_reduce(sums, group=self._run._peers.everyone)
+        dist.all_reduce(sums, group=self._run._peers.across or self._run._peers.everyone)
         for i, key in enumerate(self._known):
             metric, summed, parts = self._results[key], sums[2 * i], sums[2 * i + 1]
             added_up = metric.meta.sync.should and metric.meta.is_sum_reduction
@@ -176,6 +178,7 @@ class StepLogs:
         """Combine the values of an epoch before the hooks of its end. Collective."""
         peers, mine = self._run._peers, self.state_dict()
         every = [mine] if peers.control is None else peers.gather(_on_host(mine))
+        every = every[peers.rank % peers.replica_ranks :: peers.replica_ranks]
         if len(every) > 1:
             self._take(_together(every))
         self._seen.clear()
@@ -207,16 +210,21 @@ class StepLogs:
             for name, metric in self._metrics().items()
             if name in self._trained
         }
-        return {"logged": logged, "metrics": metrics}
+        return {"logged": logged, "metrics": metrics, "copy_ranks": self._run.replica_ranks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the state until `take_up`."""
         self._kept = state
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        """Load all ranks' states of another world: rank 0 takes all, the others begin empty."""
-        whole = _together(states)
-        self._kept = whole if self._run.rank == 0 else _nothing(whole)
+        """Load all ranks' states of another world: the first copy's rank takes those at its place,
+        and the others begin empty. Of copies of another size rank 0 takes all."""
+        peers, ranks = self._run._peers, self._run.replica_ranks
+        if states[0]["copy_ranks"] == ranks:
+            whole, takes = _together(states[peers.rank % ranks :: ranks]), peers.replica == 0
+        else:
+            whole, takes = _together(states), peers.rank == 0
+        self._kept = whole if takes else _nothing(whole)
 
     def take_up(self) -> None:
         """Apply the state that was loaded."""

@@ -19,6 +19,7 @@ import torch
 from harness.adapters import framework_claim
 from harness.adapters.lightning.limits import check_strategy
 from harness.adapters.lightning.loop import LightningCopy, LightningSteps
+from harness.adapters.lightning.parts import with_cluster
 from harness.adapters.lightning.state import go_on
 from harness.adapters.lightning.strategy import make_strategy
 from harness.core.world import BadInput
@@ -91,8 +92,8 @@ def _connector(copy: LightningCopy) -> Callable[[Any], Any]:
                     original(self, *args, **kwargs)
                     return
                 copy.check()
-                check_strategy(strategy)
-                elastic = make_strategy(run, copy)
+                check_strategy(strategy, run.replica_ranks)
+                elastic = make_strategy(run, copy, strategy)
                 _take_over(elastic, strategy)
                 bound.arguments["strategy"] = elastic
             _alone(copy, bound.arguments)
@@ -111,7 +112,8 @@ def _take_over(elastic: Any, strategy: Any) -> None:
 
 
 def _alone(copy: LightningCopy, arguments: dict[str, Any]) -> None:
-    """Restrict the Trainer to one device on one node, without a cluster. Raises BadInput."""
+    """Restrict the Trainer to one device on one node, without a cluster, or with the ranks of a
+    copy of the model for one. Raises BadInput."""
     device = arguments["strategy"].root_device
     if arguments.get("accelerator", "auto") == "cpu" and device.type != "cpu":
         raise BadInput(
@@ -119,15 +121,9 @@ def _alone(copy: LightningCopy, arguments: dict[str, Any]) -> None:
             f"{device}; leave the argument out, or set CUDA_VISIBLE_DEVICES to nothing"
         )
     arguments["devices"], arguments["num_nodes"] = 1, 1
-    cluster = copy.fabric("plugins").ClusterEnvironment
-    plugins = arguments.get("plugins")
-    if plugins is not None:
-        several = plugins if isinstance(plugins, list | tuple) else [plugins]
-        arguments["plugins"] = [plugin for plugin in several if not isinstance(plugin, cluster)]
-    arguments["plugins"] = [
-        *(arguments.get("plugins") or ()),
-        copy.fabric("plugins.environments").LightningEnvironment(),
-    ]
+    environments = copy.fabric("plugins.environments")
+    of_copy = arguments["strategy"].harness_steps.run.replica_ranks > 1
+    arguments["plugins"] = with_cluster(arguments.get("plugins"), environments, of_copy)
 
 
 def _no_handlers(original: Any) -> Any:
@@ -147,8 +143,9 @@ def _no_handlers(original: Any) -> Any:
 
 def _same_workers(original: Any) -> Any:
     def add(dataloader: Any, rank: int) -> None:
-        """Give the workers of all ranks the same seed, because every rank evaluates everything."""
-        original(dataloader, 0 if framework_claim.claimed() == "lightning" else rank)
+        """Give the workers of all copies the same seeds, because each evaluates everything."""
+        run = framework_claim.enter() if framework_claim.claimed() == "lightning" else None
+        original(dataloader, rank if run is None else rank % run.replica_ranks)
 
     return add
 
@@ -321,11 +318,13 @@ def _epoch_end_reached(original: Any) -> Any:
 
 def _evaluated(original: Any) -> Any:
     def update_eval_epoch_metrics(self: Any) -> Any:
-        """Use rank 0's metrics: devices may differ in the last bit, but decisions must not."""
+        """Use the first copy's metrics: devices may differ in the last bit, but decisions must
+        not."""
         said = original(self)
-        if not self.trainer.sanity_checking and fitting(self.trainer):
+        steps = fitting(self.trainer)
+        if steps is not None and not self.trainer.sanity_checking:
             mine = {name: float(value) for name, value in self._callback_metrics.items()}
-            agreed = self.trainer.strategy.broadcast(mine)
+            agreed = steps.of_first_copy(mine)
             for name, value in self._callback_metrics.items():
                 self._callback_metrics[name] = torch.full_like(value, agreed[name])
         return said

@@ -11,6 +11,8 @@ import torch
 import xxhash
 
 from harness.adapters.lightning.data import TrainLoader
+from harness.adapters.lightning.parts import refuse_other_size
+from harness.worker.gradients.parallel import local_part
 from harness.worker.session import Session
 from storage.errors import NotFound
 from storage.snapshots.manifest import SnapshotCorrupt
@@ -84,9 +86,14 @@ class LightningState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state. Collective: small tensors and plain values are rank 0's."""
         trainer = self._trainer
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        steps = trainer.strategy.harness_steps
+        steps.within_snapshot = True
+        try:
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        finally:
+            steps.within_snapshot = False
         live = trainer.lightning_module.state_dict()
-        names = {_where(tensor): name for name, tensor in live.items() if tensor.numel()}
+        names = {_where(t): name for name, t in live.items() if local_part(t).numel()}
         # callbacks may have replaced some tensors, by averages of the weights for example
         weights = {
             name: tensor
@@ -99,6 +106,7 @@ class LightningState:
             "weights": weights,
             "data": self._place(),
             "more": self._more(),
+            "parts": int(trainer.strategy.harness_parts),
             "versions": [logger.version for logger in self._loggers()],
         }
         tensors, plain = state_tree.split(whole)
@@ -136,6 +144,7 @@ class LightningState:
         if not self.resumed:
             return 0
         trainer, state = self._trainer, self._loaded
+        refuse_other_size(state["parts"], trainer.strategy.harness_parts)
         connector, module = trainer._checkpoint_connector, trainer.lightning_module
         live = module.state_dict()
         checkpoint = _unmarked(state["checkpoint"], live)
@@ -203,13 +212,14 @@ def go_on(fit_loop: Any) -> None:
 
 
 def _where(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
+    tensor = local_part(tensor)
     return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
 
 
 def _marked(value: Any, names: dict[Any, str]) -> Any:
     """Replace each tensor that is the model's own by a string with its name."""
     if isinstance(value, torch.Tensor):
-        name = names.get(_where(value)) if value.numel() else None
+        name = names.get(_where(value)) if local_part(value).numel() else None
         return value if name is None else f"{LIVE}{name}"
     if isinstance(value, dict):
         return {key: _marked(each, names) for key, each in value.items()}

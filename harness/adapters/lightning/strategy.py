@@ -1,9 +1,9 @@
-"""The strategy of a Lightning trainer that is one of many ranks but sees a world of one. Runs in
-the worker.
+"""The strategy of a Lightning trainer that is one of many ranks but sees a world of one, or of the
+ranks of its copy of the model. Runs in the worker.
 
 Lightning consults its strategy about everything that concerns several processes: which one writes
-files, what all agree on, when gradients are complete. It derives from the copy's own strategy for
-one device.
+files, what all agree on, when gradients are complete. It derives from Lightning's own strategy for
+one device, or from the script's that splits the model.
 """
 
 from __future__ import annotations
@@ -14,48 +14,23 @@ from typing import Any
 import torch
 
 from harness.adapters.lightning.loop import LightningCopy, LightningSteps
+from harness.adapters.lightning.parts import OneOfCopy, elastic_like
 from harness.worker.session import Session
 
 FITTING = "fit"
 MEETING = ("pre_setup", "post_setup")  # after prepare_data, and after setup
 
 
-class OneOfMany:
-    """A mixin over SingleDeviceStrategy. Logs and files see the same ranks as with other
-    strategies, but the world has one rank. `harness_steps` receives the events of the training."""
+class Fitting:
+    """A mixin over a strategy, whose `harness_steps` receives the events of the training."""
 
     harness_steps: LightningSteps
-    global_rank: int
-    local_rank: int
-    node_rank: int
-
-    def harness_begin(self, run: Session, copy: LightningCopy) -> None:
-        """Set up the strategy after its construction."""
-        self.harness_steps = LightningSteps(run, copy)
-        self.global_rank, self.local_rank = run.rank, run.local_rank
-        self.node_rank = 0 if run.rank == 0 else 1
-        # loggers, checkpoints and all printing functions use this attribute
-        copy.fabric("utilities.rank_zero").rank_zero_only.rank = run.rank
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
 
     # ---- agreement between ranks -----------------------------------------------------------------
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank 0's object on all ranks."""
         with self.harness_steps.together():
             return self.harness_steps.run._peers.agree(lambda: obj)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return rank 0's decision: all ranks evaluate, and may differ in the last bit."""
-        return bool(self.broadcast(decision))
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks, but only where one of them prepares what the others need."""
-        if name in MEETING:
-            with self.harness_steps.together():
-                self.harness_steps.run._peers.barrier()
 
     # ---- the fit ---------------------------------------------------------------------------------
     def connect(self, model: Any) -> None:
@@ -116,8 +91,75 @@ class OneOfMany:
         return super().validation_step(*args, **kwargs)  # type: ignore[misc]
 
 
-def make_strategy(run: Session, copy: LightningCopy) -> Any:
-    """Return an elastic strategy for a Trainer of this copy of Lightning."""
+class OneOfMany(Fitting):
+    """A mixin over SingleDeviceStrategy. Logs and files see the same ranks as with other
+    strategies, but the world has one rank."""
+
+    harness_parts = 1
+    global_rank: int
+    local_rank: int
+    node_rank: int
+
+    def harness_begin(self, run: Session, copy: LightningCopy) -> None:
+        """Set up the strategy after its construction."""
+        self.harness_steps = LightningSteps(run, copy)
+        self.global_rank, self.local_rank = run.rank, run.local_rank
+        self.node_rank = 0 if run.rank == 0 else 1
+        # loggers, checkpoints and all printing functions use this attribute
+        copy.fabric("utilities.rank_zero").rank_zero_only.rank = run.rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return rank 0's decision: all ranks evaluate, and may differ in the last bit."""
+        return bool(self.broadcast(decision))
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks, but only where one of them prepares what the others need."""
+        if name in MEETING:
+            with self.harness_steps.together():
+                self.harness_steps.run._peers.barrier()
+
+
+class OneOfTrainersCopy(OneOfCopy, Fitting):
+    """A mixin over the Trainer's ModelParallelStrategy."""
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return the first copy's decision."""
+        with self.harness_steps.together():
+            of_copy = super().reduce_boolean_decision(decision, all)  # type: ignore[misc]
+        return bool(self.broadcast(of_copy))
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the ranks of the copy, or for all where one prepares what the others need."""
+        with self.harness_steps.together():
+            if name in MEETING:
+                self.harness_steps.run._peers.barrier()
+            else:
+                super().barrier(name)  # type: ignore[misc]
+
+    # ---- checkpoints -----------------------------------------------------------------------------
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights; for a snapshot, which stores them by itself, not gathered."""
+        if self.harness_steps.within_snapshot:
+            return dict(self.model.state_dict())  # type: ignore[attr-defined]
+        return super().lightning_module_state_dict()  # type: ignore[misc, no-any-return]
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        if self.harness_steps.within_snapshot:
+            return {}
+        return super().optimizer_state(optimizer)  # type: ignore[misc, no-any-return]
+
+
+def make_strategy(run: Session, copy: LightningCopy, theirs: Any = None) -> Any:
+    """Return an elastic strategy for a Trainer of this copy of Lightning. `theirs`: the script's,
+    which splits the model if ranks share a copy of it. Raises BadInput."""
+    if run.replica_ranks > 1:
+        elastic = elastic_like(theirs, OneOfTrainersCopy, run)
+        elastic.harness_steps = LightningSteps(run, copy)
+        return elastic
     base = copy.part("strategies").SingleDeviceStrategy
     strategy = type("ElasticStrategy", (OneOfMany, base), {})(device=run.device)
     strategy.harness_begin(run, copy)

@@ -14,13 +14,13 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from torch.utils.data import DataLoader
 
 from harness.adapters.accelerate.rounds import Interleaved, like_loader
 from harness.adapters.transformers.ranks_together import AllRanks, Hooks, Meters, Original
+from harness.adapters.whole_copies import own_parts, whole_shares
 from harness.core.world import BadInput
 from harness.loops.shared_batches import Share, SharedLoader
 from harness.worker.batches.loader import fingerprint
@@ -65,7 +65,7 @@ class TrainerFeed:
         self._shared = SharedLoader(
             self._plain,
             micro_batches=self._micro_batches * parts,
-            mine=range(mine.start * parts + part, mine.stop * parts, parts),
+            mine=own_parts(mine, parts, part),
             seed=self._seed,
             agree=self._first,
             tell=self._tell,
@@ -85,7 +85,7 @@ class TrainerFeed:
 
     def __iter__(self) -> Iterator[Share]:
         assert self._shared is not None
-        shares, last = self._whole(iter(self._shared)), None
+        shares, last = whole_shares(self._shared, self._parts), None
         with contextlib.suppress(TypeError):  # a stream has no length
             last = len(self._shared) // self._parts - 1
         for share in shares:
@@ -93,18 +93,6 @@ class TrainerFeed:
                 # The Trainer reads no further, but the samplers must reach their end.
                 next(shares, None)
             yield share
-
-    def _whole(self, shares: Iterator[Share]) -> Iterator[Share]:
-        """Yield a share for each micro-batch, with this rank's part of the data, from those of its
-        parts."""
-        if self._parts == 1:
-            yield from shares
-            return
-        while parts := list(itertools.islice(shares, self._parts)):
-            own = next((one for one in parts if one.mine), parts[0])
-            keys, count = np.concatenate([one.keys for one in parts]), sum(o.count for o in parts)
-            index, micro = own.index // self._parts, own.micro // self._parts
-            yield Share(index, micro, own.mine, own.data, keys, None, count)
 
     # ---- state -----------------------------------------------------------------------------------
     def state_dict(self) -> Any:

@@ -21,12 +21,19 @@ from harness.worker.gradients.sharding import copies_of
 
 class SummedCopies:
     """The strategy of a model that is split within a replica. `across`: the ranks that hold the
-    same parts of all copies; `within`: the ranks of this copy."""
+    same parts of all copies; `within`: the ranks of this copy; `deferred`: FSDP2 averages within
+    the copy in its last micro-batch only, else in each."""
 
     name, equal_rounds, may_repeat = "copies", False, False
     sums = "fast"
 
-    def __init__(self, model: nn.Module, across: dist.ProcessGroup, within: dist.ProcessGroup):
+    def __init__(
+        self,
+        model: nn.Module,
+        across: dist.ProcessGroup,
+        within: dist.ProcessGroup,
+        deferred: bool = True,
+    ):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.replica_ranks = dist.get_world_size(within)
         self._across, self._within = across, within
@@ -34,7 +41,7 @@ class SummedCopies:
         self._held_by = [self._holders(p) for p in self.parameters]
         modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         inside = {id(child) for m in modules for child in m.modules() if child is not m}
-        self._roots = [m for m in modules if id(m) not in inside]
+        self._roots = [m for m in modules if id(m) not in inside and deferred]
 
     def _holders(self, p: Any) -> int:
         """Return how many ranks of a copy hold the same elements of a parameter."""

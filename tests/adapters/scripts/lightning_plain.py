@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torchmetrics
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 p = argparse.ArgumentParser()
@@ -31,6 +32,7 @@ p.add_argument("--sleep-s", type=float, default=0.0)
 p.add_argument("--shuffle", action="store_true")
 p.add_argument("--strategy", default="auto")
 p.add_argument("--rate", type=float, default=1e-2)
+p.add_argument("--split", action="store_true", help="a model on two ranks, by FSDP2")
 p.add_argument("--odd", default="", help="something that cannot be made elastic")
 p.add_argument("--folder", default=os.environ.get("EVENTS", "."))
 a = p.parse_args()
@@ -48,6 +50,13 @@ class Net(L.LightningModule):
         self.unused = nn.Linear(3, 3)  # has no gradient, so it must not decay
         self.mean_of_losses = torchmetrics.MeanMetric()
 
+    def configure_model(self):
+        if a.split:
+            mesh = self.device_mesh["data_parallel"]
+            parts = (self.net[0], self.net, self.unused)
+            for part in parts[:2] if a.odd == "outside" else parts:
+                fully_shard(part, mesh=mesh)
+
     def training_step(self, batch, batch_idx):
         x, y = batch
         time.sleep(a.sleep_s)
@@ -61,7 +70,7 @@ class Net(L.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
-        self.log("val_loss", nn.functional.mse_loss(self.net(x), y))
+        self.log("val_loss", nn.functional.mse_loss(self.net(x), y), sync_dist=a.split)
 
     def configure_optimizers(self):
         if a.odd == "lbfgs":
@@ -114,7 +123,8 @@ class Events(L.Callback):
 
     def on_fit_start(self, trainer, module):
         self.fits += 1
-        copy.deepcopy(trainer.callbacks)  # as tools that look at a trainer do
+        if not a.split:  # FSDP2 refuses it
+            copy.deepcopy(trainer.callbacks)  # as tools that look at a trainer do
 
     def say(self, trainer, what):
         if trainer.is_global_zero:
@@ -151,6 +161,10 @@ class Events(L.Callback):
         self.say(trainer, f"exception_{type(exception).__name__}")
 
 
+def total(tensor):
+    return (tensor.full_tensor() if a.split else tensor).double().sum()
+
+
 L.seed_everything(7)
 made = torch.Generator().manual_seed(1)
 x = torch.randn(a.samples, 8, generator=made)
@@ -158,14 +172,15 @@ y = x.sum(1, keepdim=True) + 0.1 * torch.randn(a.samples, 1, generator=made)
 train = DataLoader(TensorDataset(x, y), batch_size=a.batch, shuffle=a.shuffle)
 val = DataLoader(TensorDataset(x[:16], y[:16]), batch_size=8)
 callbacks = importlib.import_module(f"{a.package}.callbacks")
+strategies = importlib.import_module(f"{a.package}.strategies")
 loggers = importlib.import_module(f"{a.package}.loggers")
 model = {"iterator": Greedy, "manual": Two}.get(a.odd, Net)()
 if a.odd == "loaders":
     train = [train, train]
 trainer = L.Trainer(
     accelerator="cpu",
-    devices="auto",
-    strategy=a.strategy,
+    devices=2 if a.split else "auto",
+    strategy=strategies.ModelParallelStrategy(2, 1) if a.split else a.strategy,
     max_epochs=a.epochs,
     max_steps=a.max_steps,
     accumulate_grad_batches=1 if a.odd in ("scheduler", "manual") else a.accumulate,
@@ -186,7 +201,7 @@ trainer = L.Trainer(
 begun = threading.enumerate()
 trainer.fit(model, train, val)
 ended = {
-    "weights": [float(p.detach().double().sum()) for p in model.parameters()],
+    "weights": [float(total(p.detach())) for p in model.parameters()],
     "steps": trainer.global_step,
     "best": float(trainer.checkpoint_callback.best_model_score),
     "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
