@@ -126,8 +126,7 @@ class LightningCopy:
 class LightningSteps:
     """The training driver of one trainer. `loop`: None before the fit has begun; `step`: the one in
     progress; `current`: Lightning's current micro-batch; `batch`, `outputs` (a ClosureResult): what
-    hooks see for foreign micro-batches; `cut_off`: this rank leaves, or another one is gone;
-    `within_snapshot`: one is being made."""
+    hooks see for foreign micro-batches; `cut_off`: this rank leaves, or another one is gone."""
 
     def __init__(self, run: Session, copy: LightningCopy):
         self.run, self.copy = run, copy
@@ -139,7 +138,7 @@ class LightningSteps:
         self.current: Dealt | None = None
         self.batch: Any = None
         self.outputs: Any = None
-        self.cut_off = self.within_snapshot = False
+        self.cut_off = False
         self._unused: UnusedParameters | None = None
         # own micro-batches of this step, in case it must be repeated (exact sums)
         self._repeat: list[tuple[Dealt, Callable[[], None]]] = []

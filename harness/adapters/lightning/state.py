@@ -37,14 +37,14 @@ REMEMBERED = ("_last_global_step_saved", "_defer_save_until_validation")
 
 class LightningState:
     """The trainer's state. `loader`: the train dataloader, once there is one; `place`: its position
-    in the loaded snapshot; `resumed`: there was a snapshot; `sanity_steps`: as the script set
-    them."""
+    in the loaded snapshot; `resumed`: there was a snapshot; `sanity_steps`: as the script set them;
+    `being_made`: a snapshot is being made."""
 
     def __init__(self, trainer: Any, run: Session):
         self._trainer, self._run = trainer, run
         self.loader: TrainLoader | None = None
         self.place: Any = None
-        self.resumed = False
+        self.resumed = self.being_made = False
         self._loaded: dict[str, Any] = {}
         self.sanity_steps = trainer.num_sanity_val_steps
         # their folder is the logger's, which may change at each start
@@ -86,12 +86,11 @@ class LightningState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state. Collective: small tensors and plain values are rank 0's."""
         trainer = self._trainer
-        steps = trainer.strategy.harness_steps
-        steps.within_snapshot = True
+        self.being_made = True
         try:
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         finally:
-            steps.within_snapshot = False
+            self.being_made = False
         live = trainer.lightning_module.state_dict()
         names = {_where(t): name for name, t in live.items() if local_part(t).numel()}
         # callbacks may have replaced some tensors, by averages of the weights for example

@@ -141,14 +141,19 @@ class OneOfTrainersCopy(OneOfCopy, Fitting):
                 super().barrier(name)  # type: ignore[misc]
 
     # ---- checkpoints -----------------------------------------------------------------------------
+    @property
+    def _in_snapshot(self) -> bool:
+        state = self.harness_steps.state
+        return state is not None and state.being_made
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights; for a snapshot, which stores them by itself, not gathered."""
-        if self.harness_steps.within_snapshot:
+        if self._in_snapshot:
             return dict(self.model.state_dict())  # type: ignore[attr-defined]
         return super().lightning_module_state_dict()  # type: ignore[misc, no-any-return]
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        if self.harness_steps.within_snapshot:
+        if self._in_snapshot:
             return {}
         return super().optimizer_state(optimizer)  # type: ignore[misc, no-any-return]
 
