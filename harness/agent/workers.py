@@ -113,6 +113,11 @@ class Worlds:
     ranks: tuple[int, ...] = ()  # allowed numbers of ranks; (): any number
     halves: bool = False  # where memory ran out, the next world takes half the micro-batch
 
+    @property
+    def splits(self) -> bool:
+        """True if several ranks hold one copy of the model: their GPUs exchange directly."""
+        return self.meshes is not None or self.replica_ranks > 1
+
 
 @dataclass(frozen=True)
 class AgentConfig:

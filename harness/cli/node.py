@@ -128,13 +128,6 @@ def wants_one_gpu(adapt: str, argv: Sequence[str]) -> bool:
     return not by_rank and any(top in ALONE for top in tops)
 
 
-def _splits_models(flags: Any, env: Mapping[str, str]) -> bool:
-    """Return whether several ranks hold one copy of the model: their GPUs exchange directly, so
-    each sees them all."""
-    ranks = flags.replica_ranks or replica_ranks_told(env) or 1
-    return bool(flags.mesh or meshes_told(env)) or ranks > 1
-
-
 def _option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not (equals and name.isidentifier()):
@@ -662,6 +655,7 @@ def _config(
 ) -> AgentConfig:
     node_dir = Path(env.get("HARNESS_NODE_DIR") or tempfile.mkdtemp(prefix="harness-node-"))
     pace = FOLDER if url.startswith("file://") else BUCKET
+    worlds = _worlds(flags, env)
     return AgentConfig(
         run=url,
         argv=argv,
@@ -674,10 +668,10 @@ def _config(
             env.get("HARNESS_OFFER", ""),
             _speed(flags.speed, env),
             node_gpus(env),
-            not _splits_models(flags, env) and wants_one_gpu(flags.adapt, argv),
+            not worlds.splits and wants_one_gpu(flags.adapt, argv),
         ),
         place=_place(env),
-        worlds=_worlds(flags, env),
+        worlds=worlds,
         timing=Timing(
             beat_s=flags.beat_s or pace.beat_s,
             dead_s=flags.dead_s or pace.dead_s,

@@ -400,8 +400,8 @@ def test_a_script_decides_again_as_it_did():
     [
         ("/opt/base/lib/python3.11/site-packages/accelerate/state.py", "accelerate.state", False),
         ("/usr/lib/python3/dist-packages/ema.py", "ema", False),
-        ("/home/me/diffusers/src/diffusers/training_utils.py", "diffusers.training_utils", False),
-        ("/home/me/train/ema.py", "ema", True),
+        ("/srv/me/diffusers/src/diffusers/training_utils.py", "diffusers.training_utils", False),
+        ("/srv/me/train/ema.py", "ema", True),
     ],
 )
 def test_libraries_of_other_environments_are_not_the_script_s_own(filename, module, own):
