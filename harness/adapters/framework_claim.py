@@ -24,7 +24,7 @@ ATTACH = "HARNESS_ATTACH"  # options of `attach` for a script that does not call
 MESH, REPLICA_RANKS = "HARNESS_MESH", "HARNESS_REPLICA_RANKS"
 FRAMEWORKS = ("transformers", "accelerate", "lightning", "fabric", "torchtitan")
 # those whose models may be split over the ranks of a copy
-SPLITTING = ("transformers", "lightning", "fabric")
+SPLITTING = ("transformers", "accelerate", "lightning", "fabric")
 
 
 class Claims:
@@ -62,16 +62,15 @@ def join(hide: bool = True) -> Session:
             )
         ranks = copies_of_mesh(os.environ)
         copy = alone.CopyRanks.of(os.environ, ranks) if ranks > 1 else None
-        if copy is not None:
+        if hide and copy is not None:
             copy.show_gpus(os.environ)
         elif hide:
             alone.show_one_gpu(os.environ)
         run = _claims.run = attach(**attach_options(os.environ.get(ATTACH, "")))
         if copy is not None:
             assert run.mesh is not None  # made now, since the ranks make it together
+        if hide:
             alone.world.hide(os.environ, copy)
-        elif hide:
-            alone.world.hide(os.environ)
     return _claims.run
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from harness.core.world import BadInput
 from storage.tensors import state_tree
 
 MOST_OBJECTS = 50_000  # looked at in one walk
@@ -83,15 +84,15 @@ class UnsavedState:
         self._known: Callable[[], Iterable[Any]] = tuple
 
     def begin(self, roots: Roots, known: Callable[[], Iterable[Any]]) -> None:
-        """Note what is there, when the training begins."""
+        """Note what is there, when the training begins. Raises BadInput."""
         self._known = known
-        self._begun = _signed(self._pieces(roots))
+        self._begun = _signed(_whole(self._pieces(roots)))
         self._tops = {_top(name, key) for name, held in roots.items() for key in held}
 
     def state(self, roots: Roots) -> list[dict[str, Any]]:
         """Return what has changed since `begin`, for a snapshot. Variables that were bound later
         are passing ones."""
-        pieces = [p for p in self._pieces(roots) if p.path[:2] in self._tops]
+        pieces = _whole([p for p in self._pieces(roots) if p.path[:2] in self._tops])
         now = _signed(pieces)
         found = []
         for piece in pieces:
@@ -125,6 +126,18 @@ class UnsavedState:
     def _pieces(self, roots: Roots) -> list[UnsavedPiece]:
         known = list(self._known())
         return list(_walk(roots, {id(one) for one in known}, _memory_of(known)))
+
+
+def _whole(pieces: list[UnsavedPiece]) -> list[UnsavedPiece]:
+    """Return the pieces. Raises BadInput for those of which each rank holds a part."""
+    for piece in pieces:
+        tensors, _ = state_tree.split({"": piece.state})
+        if any(hasattr(tensor, "to_local") for tensor in tensors.values()):
+            raise BadInput(
+                f"{name_of(piece.path)}: found a copy of sharded weights, which rank 0 cannot save "
+                "for all; give the object that holds it to accelerator.register_for_checkpointing"
+            )
+    return pieces
 
 
 def _top(root: str, variable: str) -> tuple[PathStep, ...]:
@@ -212,7 +225,11 @@ def _address(tensor: torch.Tensor) -> int:
     """Return the address of a dense tensor's memory; 0 for others."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         return 0
-    if hasattr(tensor, "to_local") or not tensor.numel():
+    if hasattr(tensor, "to_local"):
+        if not tensor.ndim:
+            return 0  # a norm or a loss
+        tensor = tensor.to_local()
+    if not tensor.numel():
         return 0
     try:
         return int(tensor.untyped_storage().data_ptr())

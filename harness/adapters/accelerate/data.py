@@ -16,8 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from harness.adapters.accelerate.rounds import Window, batched, every_batch, length, rounds_of
 from harness.adapters.unused_parameters import UnusedParameters
+from harness.adapters.whole_copies import own_parts, whole_shares
 from harness.core.world import BadInput
-from harness.loops.own_loop import WhatWasRead
+from harness.loops.own_loop import ReadingRanks, WhatWasRead
 from harness.loops.shared_batches import Share, SharedLoader
 from harness.worker.batches import rng_state
 from harness.worker.batches.content_hash import content_hash
@@ -56,10 +57,11 @@ class Schedules:
 @dataclass
 class TrainingFeed:
     """The source of training batches. `loader`: the prepared one; `most`: micro-batches of a step,
-    in `accumulation` rounds; `batches`: per epoch, None if unknown; `size`: samples per batch;
-    `varies`: batches have no fixed size, and each counts as one sample; `known`: the number of
-    rounds per step is certain; `seek`: reading must be repositioned, because the run was "resumed"
-    or this rank's "own" batches have changed."""
+    in `accumulation` rounds; `batches`: micro-batches per epoch, None if unknown; `size`: samples
+    in each; `varies`: batches have no fixed size, and each counts as one sample; `known`: the
+    number of rounds per step is certain; `reading`: the ranks of a copy of the model, each of which
+    reads one of the batches of a micro-batch; `seek`: reading must be repositioned, because the run
+    was "resumed" or this rank's "own" batches have changed."""
 
     loader: Any
     shared: SharedLoader
@@ -69,6 +71,7 @@ class TrainingFeed:
     size: int
     varies: bool
     known: bool
+    reading: ReadingRanks
     template: Any = None
     lengths: Lengths = field(default_factory=Lengths)
     epochs: int = 0
@@ -78,29 +81,37 @@ class TrainingFeed:
     def data(self) -> str:
         """Describe the data and its order, as text."""
         sampler = getattr(family(self.loader), "sampler", None)
+        batches = length(self.shared.loader)
         return (
             f"{fingerprint(self.shared.loader.dataset)} {type(sampler).__name__} "
-            f"{self.batches} {self.accumulation}"
+            f"{batches} {self.accumulation}"
         )
 
-    def rounds_at(self, epoch: int, at: int, ranks: int) -> int:
+    def share(self, micro_batches: int, mine: range) -> None:
+        """Let this rank read its part of the micro-batches `mine`, of so many in a step."""
+        reading = self.reading
+        self.shared.micro_batches = micro_batches * reading.count
+        self.shared.mine = own_parts(mine, reading.count, reading.number)
+
+    def rounds_at(self, epoch: int, at: int, copies: int) -> int:
         """Return the rounds of a finished step; 0 if the epoch was over. `at`: rounds before it."""
         if self.batches is not None:
-            total = rounds_of(self.batches, ranks)
+            total = rounds_of(self.batches, copies)
         elif epoch < len(self.lengths.rounds):
             total = self.lengths.rounds[epoch]
         else:
             total = sys.maxsize
         return max(0, min(self.accumulation, total - at))
 
-    def read_from(self, epoch: int, at: int, ranks: int) -> Window:
+    def read_from(self, epoch: int, at: int, copies: int) -> Window:
         """Return a window on an epoch's shares, starting at round `at`."""
+        parts = self.reading.count
         if self.seek == "own":
             self.shared.load_state_dict(copy.deepcopy(self.shared.state_dict()))
         if at or self.seek:
-            self.shared.resume_at(epoch, at * ranks)
+            self.shared.resume_at(epoch, at * copies * parts)
         self.seek = ""
-        return Window(iter(self.shared), self.batches, at * ranks)
+        return Window(whole_shares(self.shared, parts), self.batches, at * copies)
 
     def said_of(self, share: Share) -> tuple[WhatWasRead | None, WhatWasRead | None]:
         """Return the keys and contents that a step's record needs."""
@@ -179,25 +190,53 @@ def make_feed(
     seed: int,
     agree: Callable[[Any], Any],
     tell: Callable[[str], None],
+    reading: ReadingRanks,
 ) -> TrainingFeed:
-    """Build the feed. `ranks`: size of the first world; `begun`: rounds per step that the run was
+    """Build the feed. `ranks`: size of the first world; `begun`: samples per step that the run was
     created with, 0 if it is new. Raises BadInput."""
     said = os.environ.get(ACCUMULATION, "")
     if said and not (said.isdecimal() and int(said)):
         raise BadInput(f"{ACCUMULATION}={said!r}: wanted a number of iterations, at least 1")
     accumulation = int(said) if said else int(accelerator.gradient_accumulation_steps)
     known = bool(said) or accumulation > 1 or begun > 0
-    if accumulation == 1 and not said:
-        accumulation = begun or 1  # the script may accumulate in its own loop
+    parts = reading.count
+    if parts > 1:
+        _check_even(family(loader), accelerator, ranks, parts)
     every = every_of(loader, accelerator, ranks)
     sampler = getattr(every, "batch_sampler", None)
     varies = sampler is not None and getattr(sampler, "batch_size", None) is None
-    most = accumulation * ranks
-    shared = SharedLoader(
-        every, micro_batches=most, mine=range(0, 1), seed=seed, agree=agree, tell=tell
-    )
     size = 1 if varies else _size(every)
-    return TrainingFeed(loader, shared, length(every), accumulation, most, size, varies, known)
+    if accumulation == 1 and not said:
+        accumulation = begun // (size * ranks) or 1  # the script may accumulate in its own loop
+    most, batches = accumulation * ranks // parts, length(every)
+    shared = SharedLoader(
+        every, micro_batches=most * parts, mine=range(0, 1), seed=seed, agree=agree, tell=tell
+    )
+    whole = None if batches is None else batches // parts
+    return TrainingFeed(
+        loader, shared, whole, accumulation, most, size * parts, varies, known, reading
+    )
+
+
+def _check_even(loader: Any, accelerator: Any, ranks: int, parts: int) -> None:
+    """Raise BadInput for data that leave a rank of a copy of the model without a batch. `loader`:
+    the script's own."""
+    if ranks % parts:
+        raise BadInput(
+            f"wanted a first world of whole copies of the model, of {parts} ranks each, found "
+            f"{ranks} ranks; begin the run with --script-world {-(-ranks // parts) * parts}"
+        )
+    if not batched(loader):
+        raise BadInput(
+            "wanted a map-style dataset, whose batches the ranks of a copy of the model share out "
+            f"by index, found {type(loader.dataset).__name__}; prepare a DataLoader of a map-style "
+            "dataset, or use GPUs that hold the whole model"
+        )
+    if not accelerator.even_batches:
+        raise BadInput(
+            "even_batches=False may leave a rank of a copy of the model without a batch, for which "
+            "the others wait; leave it out"
+        )
 
 
 def every_of(loader: Any, accelerator: Any, ranks: int) -> Any:

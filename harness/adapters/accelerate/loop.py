@@ -40,17 +40,18 @@ from harness.adapters.accelerate.rounds import (
     Round,
     StepNow,
     Window,
-    accumulation_of,
     deal,
     rounds_of,
+    samples_of_step,
     share_of_round,
 )
 from harness.adapters.accelerate.script_state import Decisions, ScriptVariables, is_script
 from harness.adapters.framework_claim import second_training
 from harness.adapters.unsaved_state import bits_of
 from harness.adapters.unused_parameters import UnusedParameters
+from harness.adapters.whole_copies import copies_of, reshard
 from harness.core.world import BadInput
-from harness.loops.own_loop import OwnLoop, gradients_kept, own_loop, script_world
+from harness.loops.own_loop import OwnLoop, ReadingRanks, gradients_kept, own_loop, script_world
 from harness.loops.shared_batches import Share
 from harness.worker.session import Session
 
@@ -232,6 +233,11 @@ class Driver:
         self._decisions = Decisions(self.first, keeps=run.rank == 0)
 
     @property
+    def copies(self) -> int:
+        """Copies of the model in the first world."""
+        return self.ranks // self.run.replica_ranks
+
+    @property
     def replaying(self) -> bool:
         return self._replay is not None
 
@@ -276,14 +282,13 @@ class Driver:
                 "wanted a model and an optimizer that accelerator.prepare(...) was given before "
                 f"the training loop, found {len(models)} models and {len(optimizers)} optimizers"
             )
+        for one in models:
+            reshard(one)  # after an evaluation
+        peers = self.run._peers
         feed = feeds.make_feed(
-            *(
-                loader,
-                self.prepared.accelerators[0],
-                self.ranks,
-                accumulation_of(self.run, self.ranks),
-            ),
+            *(loader, self.prepared.accelerators[0], self.ranks, samples_of_step(self.run)),
             *(self.run.seed, self.first, self.run.print),
+            ReadingRanks.of(peers, peers.replica_ranks),
         )
         raw = [one.optimizer for one in optimizers]
         prepared = [one.scheduler for one in self.prepared.all("_schedulers")]
@@ -302,12 +307,13 @@ class Driver:
             self.prepared.accelerators[0].scaler,
             state={**{f"custom{i}": one for i, one in enumerate(custom)}, **own},
             per_rank=["script"],
+            strategy=copies_of(self.run, model),
         )
         self.prepared.unused, self.feed = UnusedParameters(self.run, model), feed
         if feed.known or self.run.reduce != "fast":
             self._join(feed)
         else:
-            feed.shared.mine = share_of_round(self.ranks, self.run.world, self.run.rank)
+            feed.share(feed.most, self._of_round())
         if self.run.step:
             self._go_through([*schedulers, *custom], raw, custom, frame)
         return feed
@@ -328,8 +334,9 @@ class Driver:
             data=feed.data(),
             seed=self.run.seed,
             adapter="accelerate",
+            reading_ranks=feed.reading.count,
         )
-        feed.shared.micro_batches, feed.shared.mine = feed.most, self.loop.share
+        feed.share(feed.most, self.loop.share)
         return self.loop
 
     # ---- iterations ------------------------------------------------------------------------------
@@ -351,16 +358,16 @@ class Driver:
         while not ends:
             self._fetch(sys._getframe(1))
             if self._replay is not None:
-                left = left or [()] * feed.rounds_at(epoch, at, self.ranks)
+                left = left or [()] * feed.rounds_at(epoch, at, self.copies)
                 if not left:
                     break
                 left.pop()
                 item = feed.template
                 self._body = Body(Round((), last=not left))
-                ends = not left and not feed.rounds_at(epoch, at + 1, self.ranks)
+                ends = not left and not feed.rounds_at(epoch, at + 1, self.copies)
             else:
                 if window is None or feed.seek == "own":
-                    window = feed.read_from(epoch, at, self.ranks)
+                    window = feed.read_from(epoch, at, self.copies)
                 left = left or self._begin_step(feed, window)
                 if not left:
                     break
@@ -384,31 +391,37 @@ class Driver:
         if not count:
             return []
         samples = None if feed.varies or not window.ends else window.samples()
-        rounds = rounds_of(count, self.ranks)
+        rounds = rounds_of(count, self.copies)
         # a stream of known length is read, and compared between ranks, within its rounds
         apart = feed.shared.is_stream and feed.batches is not None
         step = self.loop.begin(count, samples, rounds=0 if apart else rounds)
-        together = count == feed.most and min(self.run.plan.shares) >= feed.accumulation
+        whole = feed.accumulation * feed.reading.count
+        together = count == feed.most and min(self.run.plan.shares) >= whole
         self._open = StepNow(step, rounds / count, together)
         return deal(step.mine, rounds)[::-1]
 
     def _begin_round(self, feed: feeds.TrainingFeed, window: Window) -> list[tuple[int, ...]]:
         """Begin one round of the first step, whose length is not known yet; see `_begin_step`."""
-        count = window.step(self.ranks)
+        count = window.step(self.copies)
         if not count:
             return []
         if self._open is None:
-            self._open = StepNow(FirstStep(self.run), 1 / self.ranks, together=False)
+            self._open = StepNow(FirstStep(self.run), 1 / self.copies, together=False)
         assert isinstance(self._open.step, FirstStep)
         self._open.step.rounds += 1
-        own = feed.shared.mine
+        own = self._of_round()
         return [tuple(range(own.start, min(own.stop, count)))]
+
+    def _of_round(self) -> range:
+        """Return this rank's micro-batches in a round of such a step."""
+        peers = self.run._peers
+        return share_of_round(self.copies, peers.replicas, peers.replica)
 
     def _learn(self, now: StepNow) -> None:
         """Begin the real first step, whose length is now known, with what was already done."""
         feed, first = self.feed, now.step
         assert feed is not None and isinstance(first, FirstStep)
-        feed.accumulation, feed.most, feed.known = first.rounds, first.rounds * self.ranks, True
+        feed.accumulation, feed.most, feed.known = first.rounds, first.rounds * self.copies, True
         if feed.batches is not None and feed.most > feed.batches:
             raise BadInput(self._own_hands("an epoch that is shorter than a step", 1))
         with gradients_kept(self.run):
@@ -428,11 +441,13 @@ class Driver:
         if last:
             window.rest()
         if isinstance(now.step, FirstStep):
-            before = (now.step.rounds - 1) * self.ranks
+            before = (now.step.rounds - 1) * self.copies
             body.shares = [replace(share, micro=before + share.micro) for share in body.shares]
         if body.idle:
             now.step.idle()
-            if feed.template is None:
+            # the ranks of a copy must call the model with the same shapes, where none has any
+            alike = feed.reading.count > 1 and not now.step.mine
+            if feed.template is None or alike:
                 feed.template = feed.place(feeds.sample_batch(feed.shared.loader))
             return feed.template
         for share in body.shares:
@@ -478,6 +493,8 @@ class Driver:
             self._end_step(self._open)
         assert self.loop is not None
         self._body = None
+        for model in self.prepared.all("_models"):
+            reshard(model)  # after an evaluation
         self._variables.look(frame)
         try:
             self.loop.boundary()
@@ -690,8 +707,8 @@ class Driver:
     def share_model(self) -> None:
         """Give all ranks the model of rank 0, whose script may have put an average of the weights,
         or another precision, into it when its loop was over. Collective."""
-        if self.loop is None or self.run.world == 1:
-            return
+        if self.loop is None or self.run.world == 1 or self.run.replica_ranks > 1:
+            return  # nobody changes a sharded model alone
         models = dict.fromkeys(self.prepared.all("_models"))
         tensors = [t for one in models for t in (*one.parameters(), *one.buffers())]
         sums = [int(bits_of(t)) for t in tensors]

@@ -6,6 +6,7 @@ owners of an Accelerator, such as transformers' Trainer, are left alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -17,8 +18,10 @@ from types import MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from harness.adapters import framework_claim
+from harness.adapters.accelerate import sharding
 from harness.adapters.accelerate.data import family
 from harness.adapters.accelerate.loop import Driver, Swallow
 from harness.adapters.accelerate.rounds import whole_batches
@@ -26,6 +29,8 @@ from harness.core.world import BadInput
 
 # parameters that each function must have, without `self`
 KNOWN = {
+    "Accelerator._prepare_fsdp2": ("args",),
+    "Accelerator.no_sync": ("model",),
     "Accelerator.prepare_model": ("model", "device_placement", "evaluation_mode"),
     "Accelerator.prepare_data_loader": (
         "data_loader",
@@ -43,11 +48,11 @@ KNOWN = {
     "DataLoaderShard.__iter__": (),
     "DataLoaderAdapter.__len__": (),
 }
-UNABLE = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA")
+CONFIG_FILE = "ACCELERATE_CONFIG_FILE"  # what `accelerate config` has written
 
 _driver: list[Driver] = []  # the driver of this process, if it drives the training
 _unlike: list[tuple[str, Any, tuple[str, ...], str]] = []
-_patched: list[ModuleType] = []
+_patched: list[ModuleType] = []  # accelerate.accelerator, accelerate.state
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()  # prepared models: no attribute of theirs
 
 
@@ -65,6 +70,8 @@ def begin(by_name: bool = False) -> Driver | None:
         return None
     for found in _unlike:
         framework_claim.refuse_unlike(*found)
+    if config := os.environ.get(CONFIG_FILE):
+        os.environ |= sharding.variables_of(config) | dict(os.environ)
     if run.device.type == "cpu":
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else Accelerate sees a single process
     _driver.append(Driver(run))
@@ -86,9 +93,10 @@ def patch(module: ModuleType) -> None:
     """Patch `module`, which is accelerate.accelerator, and the modules that it uses. Runs once."""
     if _patched:
         return
-    _patched.append(module)
     import accelerate
     from accelerate import data_loader, optimizer, scheduler, state
+
+    _patched.extend((module, state))
 
     version = f"accelerate {accelerate.__version__}"
     accelerator = module.Accelerator
@@ -137,13 +145,7 @@ def _init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     if drives is None:
         return
-    kind = self.distributed_type.name
-    if kind in UNABLE or self.parallelism_config is not None:
-        raise BadInput(
-            f"wanted an Accelerator whose ranks each hold the whole model, found {kind}: it splits "
-            "the model between the ranks of one world, so another world cannot go on with it; use "
-            "harness.fsdp2 with run.steps, or torchtitan (docs/trainers/)"
-        )
+    sharding.check(self, drives.run)
     if self.state.num_processes != drives.run.world:
         raise BadInput(
             f"wanted Accelerate to see {drives.run.world} ranks, found {self.state.num_processes}; "
@@ -180,11 +182,33 @@ def _prepare_model(
     return prepared
 
 
+def _prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:
+    drives = driver()
+    if drives is None:
+        return original(self, *args)
+    with sharding.within(drives.run):
+        prepared = original(self, *args)
+    for one in prepared:
+        if isinstance(one, FSDPModule):
+            _watch_forward(one)
+    return prepared
+
+
+def _no_sync(original: Any, self: Any, model: Any) -> Any:
+    """Leave alone in which backward FSDP2 reduces: in that of a copy's last micro-batch."""
+    drives = driver()
+    if drives is None or not self.is_fsdp2:
+        return original(self, model)
+    return contextlib.nullcontext()
+
+
 def _watch_forward(model: Any) -> None:
     if model in _watched:
         return
     _watched.add(model)
-    forward = model.forward
+    # FSDP2 gathers and frees parameters in hooks, so a call is repeated or left out with them
+    name = "_call_impl" if isinstance(model, FSDPModule) else "forward"
+    forward = getattr(model, name)
     bound = isinstance(forward, MethodType) and forward.__self__ is model
     function = forward.__func__ if bound else None
     if getattr(function, "harness_watches", False):  # a copy of a prepared model is watched already
@@ -200,7 +224,7 @@ def _watch_forward(model: Any) -> None:
 
     functools.update_wrapper(watched, function or forward)
     vars(watched)["harness_watches"] = True
-    model.forward = MethodType(watched, model)
+    setattr(model, name, MethodType(watched, model))
 
 
 def _prepare_data_loader(original: Any, self: Any, data_loader: Any, *args: Any, **kw: Any) -> Any:
@@ -338,6 +362,8 @@ def _destroy(original: Any, self: Any, group: Any = None) -> None:
 _ACCELERATOR: dict[str, Callable[..., Any]] = {
     "__init__": _init,
     "prepare": _prepare,
+    "_prepare_fsdp2": _prepare_fsdp2,
+    "no_sync": _no_sync,
     "prepare_model": _prepare_model,
     "prepare_data_loader": _prepare_data_loader,
     "backward": _backward,
@@ -387,9 +413,7 @@ def _scheduler_step(original: Any, self: Any, *args: Any, **kwargs: Any) -> None
     if drives.replaying:
         return
     # it steps once for each process of the world size that the script was written for
-    from accelerate.state import PartialState
-
-    state = PartialState._shared_state
+    state = _patched[1].PartialState._shared_state
     world, state["num_processes"] = state["num_processes"], drives.ranks
     try:
         original(self, *args, **kwargs)

@@ -1,10 +1,11 @@
 """The items that an Accelerate script's training loop receives: one for each iteration that it
 would have made in its first world. Runs in the worker.
 
-A round is what the ranks of the first world (W0) do side by side: W0 micro-batches. The script's
-body runs once per round on every rank, so its counters, `len(loader)` and everything that it does
-every N iterations stay the same. A rank's micro-batches of a step are spread over the step's
-rounds: mostly one per round, none where the world is larger, several where it is smaller.
+A round is what the ranks of the first world (W0) do side by side: a batch each. A micro-batch has
+one for each rank of a copy of the model, which is mostly a single rank. The script's body runs once
+per round on every rank, so its counters, `len(loader)` and everything that it does every N
+iterations stay the same. A copy's micro-batches of a step are spread over the step's rounds: mostly
+one per round, none where there are more copies than at first, several where there are fewer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 from harness.bucket.layout import Identity
 from harness.core.batch import plan
-from harness.loops.own_loop import OwnStep, WhatWasRead, begin_micro
+from harness.loops.own_loop import OwnStep, ReadingRanks, WhatWasRead, begin_micro
 from harness.loops.shared_batches import Share
 from harness.worker.session import Session
 from storage.canonical_json import BadObject
@@ -31,15 +32,14 @@ from storage.errors import NotFound
 # iterations is unknown until the script lets its optimizer step.
 
 
-def accumulation_of(run: Session, ranks: int) -> int:
-    """Return the rounds per step that the run was created with; 0: it is new. `ranks`: first world
-    size."""
+def samples_of_step(run: Session) -> int:
+    """Return the samples per step that the run was created with; 0: it is new."""
 
     def look() -> int:
         with contextlib.suppress(NotFound, BadObject):
             if run.run_url:
                 body = Identity.decode(run.store.get(run._run.phase.key)).body
-                return int(body["global_batch"]) // int(body["micro_batch"]) // ranks
+                return int(body["global_batch"])
         return 0
 
     return int(run._peers.agree(look))
@@ -57,7 +57,10 @@ class FirstStep:
     _done: list[tuple[int, torch.Tensor | float, float]] = field(default_factory=list)
 
     def micro(self, m: int) -> None:
-        begin_micro(self.run._work, self.number, m, self.run.seed, last=False)
+        # FSDP2 has to reduce in the backward, so it does so in each; other sums come with the step
+        copy_ranks = self.run.replica_ranks
+        reading = ReadingRanks.of(self.run._peers, copy_ranks)
+        begin_micro(self.run._work, self.number, m, self.run.seed, copy_ranks > 1, reading)
 
     def round(self, done: int) -> None:
         """Skip this call: the first step is not dropped."""
@@ -87,11 +90,11 @@ class FirstStep:
             step.done(m, loss, weight)
 
 
-def share_of_round(ranks: int, world: int, rank: int) -> range:
-    """Return this rank's micro-batches per round of such a step. `ranks`: the first world's
-    size."""
-    sharing = min(ranks, world)
-    return plan(ranks, sharing).micros(rank) if rank < sharing else range(0)
+def share_of_round(first: int, copies: int, copy: int) -> range:
+    """Return the micro-batches of one of the copies of the model per round of such a step. `first`:
+    copies in the first world."""
+    sharing = min(first, copies)
+    return plan(first, sharing).micros(copy) if copy < sharing else range(0)
 
 
 @dataclass(frozen=True)
@@ -319,5 +322,5 @@ class Window:
 
 
 def rounds_of(batches: int, ranks: int) -> int:
-    """Return the number of rounds that hold this many micro-batches."""
+    """Return the number of rounds that hold this many batches, of the ranks or of the copies."""
     return math.ceil(batches / ranks)

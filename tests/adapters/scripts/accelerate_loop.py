@@ -8,7 +8,7 @@ import time
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,6 +25,7 @@ p.add_argument("--unused", action="store_true", help="a part of the model has no
 p.add_argument("--batch-norm", action="store_true")
 p.add_argument("--own-order", action="store_true", help="the training loader has a generator")
 p.add_argument("--own-hands", action="store_true", help="accumulates without accumulate()")
+p.add_argument("--fsdp", type=int, default=0, help="of this version")
 a = p.parse_args()
 
 
@@ -77,7 +78,12 @@ def write(*words):
 
 def main():
     steps = 1 if a.own_hands else a.accumulation
-    accelerator = Accelerator(gradient_accumulation_steps=steps)
+    plugin = None
+    if a.fsdp:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=a.fsdp, auto_wrap_policy="size_based_wrap", min_num_params=100
+        )
+    accelerator = Accelerator(gradient_accumulation_steps=steps, fsdp_plugin=plugin)
     set_seed(5)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -157,8 +163,8 @@ def main():
         if stop:
             break
     accelerator.wait_for_everyone()
+    weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        weights = accelerator.unwrap_model(model).state_dict()
         torch.save(weights, os.path.join(a.out, "weights.pt"))
         write("end", accelerator.num_processes)
     accelerator.end_training()
