@@ -9,7 +9,7 @@ records and facts of one run stay in one order. A phase has ended where the next
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from harness.bucket.layout import PHASES, Identity, phase_key, phase_of
@@ -21,20 +21,19 @@ from storage.stores.objects import ObjectStore
 @dataclass
 class RunPhase:
     """A phase. `ended`: the last steps of the phases before it, in order; `ends`: its own last
-    step, once the next phase has begun, else None; `identity`: None until it is known."""
+    step, once the next phase has begun, else None; `identity`: None until it is known; `begins`:
+    the number of steps before it."""
 
     ended: tuple[int, ...] = ()
     ends: int | None = None
     identity: dict[str, Any] | None = None
+    # no properties: each step reads them
+    number: int = field(init=False)
+    begins: int = field(init=False)
 
-    @property
-    def number(self) -> int:
-        return len(self.ended) + 1
-
-    @property
-    def begins(self) -> int:
-        """The number of steps before the phase."""
-        return self.ended[-1] if self.ended else 0
+    def __post_init__(self) -> None:
+        self.number = len(self.ended) + 1
+        self.begins = self.ended[-1] if self.ended else 0
 
     @property
     def key(self) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from harness.cli.common import INTERRUPTED
+from harness.cli.common import INTERRUPTED, mesh_text
 from harness.cli.node import RunFlags, _nproc
 from harness.clouds.own_wheel import WHEEL_ENV, keep_wheel
 from harness.core.flags import flag, positional
@@ -56,7 +56,7 @@ class CheckFlags:
         "",
         "the workers that share a copy of the model, such as dp_shard=2, as `harness run --mesh` "
         "takes it; then one copy is tried and two",
-        check=parse,
+        check=mesh_text,
     )
     cpu: bool = flag(False, "leave this machine's GPUs alone")
     json: bool = flag(False, "print what was found as JSON")

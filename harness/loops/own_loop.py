@@ -335,7 +335,7 @@ class OwnStep:
         rank's micro-batches, needed with exact sums if a gradient did not fit. Raises BadInput if
         that is needed and there is no `redo`, or if this training had ended before this step."""
         work, strategy = self._work, self._work.training.strategy
-        if work.run.has_ended_phase:
+        if work.run.phase.ends == work.run.step:
             raise BadInput(
                 f"{work.run.phase.label} ended at step {self.number - 1}, and the script trains on "
                 "in it now: wanted the steps that it had when the run began"

@@ -498,7 +498,7 @@ class Boundary:
             unsaved=bool(log.unsaved),
             enough=self.enough,
             leads=self._peers.rank == 0,
-            passed=self._run.has_ended_phase,
+            passed=self._run.phase.ends == self._run.step,
         )
 
     def _do(self, act: SessionAct) -> None:
@@ -597,7 +597,7 @@ class Boundary:
             )
         self._resume.check(manifest)
         self._work.rhythm.begin()
-        if self._run.has_ended_phase:
+        if self._run.phase.ends == self._run.step:
             self._peers.print(f"harness: {self._run.phase.label} is done, and not done again")
         else:
             parent = self._work.snapshotter.parent

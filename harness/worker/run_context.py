@@ -174,12 +174,6 @@ class Run:
         """Begin another phase, behind the steps that are done."""
         self.phase = RunPhase((*self.phase.ended, self.step))
 
-    @property
-    def has_ended_phase(self) -> bool:
-        """True if the present phase came to its end in an earlier process, and no step of it is
-        left to do."""
-        return self.phase.ends == self.step
-
     def identify(self, identity: dict[str, Any]) -> None:
         """Compare this script's identity with the phase's, or store it in a new one. Raises
         BadInput if they differ."""

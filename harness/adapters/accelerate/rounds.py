@@ -159,6 +159,13 @@ def deal(own: Sequence[int], rounds: int) -> list[tuple[int, ...]]:
     return [tuple(own[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
+def sampler_shard() -> Any:
+    """Return Accelerate's class of one rank's batches."""
+    from accelerate.data_loader import BatchSamplerShard
+
+    return BatchSamplerShard
+
+
 class Interleaved:
     """The batches of all ranks of the first world, round by round, in Accelerate's order. They
     include those that it repeats to complete an epoch's last round."""
@@ -170,10 +177,9 @@ class Interleaved:
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
 
     def _shards(self, sources: Sequence[Any]) -> list[Any]:
-        from accelerate.data_loader import BatchSamplerShard
-
+        shard = sampler_shard()
         return [
-            BatchSamplerShard(source, self._ranks, rank, self._split, self._even)
+            shard(source, self._ranks, rank, self._split, self._even)
             for rank, source in enumerate(sources)
         ]
 
@@ -219,11 +225,9 @@ def whole_batches(loader: Any) -> Any:
     """Return a loader for one rank that evaluates as Accelerate does on several: the last batch is
     filled up, and `gather_for_metrics` drops what was added. Otherwise means over batches
     differ."""
-    from accelerate.data_loader import BatchSamplerShard
-
     if not batched(loader) or getattr(loader.batch_sampler, "batch_size", None) is None:
         return loader
-    return like_loader(loader, BatchSamplerShard(loader.batch_sampler, 1, 0))
+    return like_loader(loader, sampler_shard()(loader.batch_sampler, 1, 0))
 
 
 def batched(loader: Any) -> bool:

@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader
 
-from harness.adapters.accelerate.rounds import Interleaved, like_loader
+from harness.adapters.accelerate.rounds import Interleaved, like_loader, sampler_shard
 from harness.adapters.transformers.ranks_together import AllRanks, Hooks, Meters, Original
 from harness.adapters.whole_copies import own_parts, whole_shares
 from harness.core.world import BadInput
@@ -105,10 +105,8 @@ class TrainerFeed:
 def _of_all_parts(loader: DataLoader[Any], parts: int) -> Any:
     """Return a DataLoader of all batches that accelerate deals out among the ranks of a copy, which
     `loader` is one rank's of. Raises BadInput."""
-    from accelerate.data_loader import BatchSamplerShard
-
     shard = loader.batch_sampler
-    if not isinstance(shard, BatchSamplerShard) or shard.split_batches:
+    if not isinstance(shard, sampler_shard()) or shard.split_batches:
         raise BadInput(
             "wanted a map-style dataset, whose batches a model's ranks share out by index, found "
             f"{type(loader.dataset).__name__} (or split_batches); give the Trainer a map-style "

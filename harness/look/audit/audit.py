@@ -235,7 +235,7 @@ class _Audit:
 
     @property
     def identity(self) -> dict[str, Any] | None:
-        """Of the run's first phase; None: it cannot be read."""
+        """Return that of the run's first phase; None: it cannot be read."""
         return self.phases[0].identity if self.phases else None
 
     def _any_facts(self) -> bool:
