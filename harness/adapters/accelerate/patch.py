@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import RandomSampler
 
 from harness.adapters import framework_claim
 from harness.adapters.accelerate import sharding
@@ -247,8 +248,6 @@ def _prepare_data_loader(original: Any, self: Any, data_loader: Any, *args: Any,
 def _give_generator(loader: Any, seedable: bool) -> None:
     """Seed the sampler as Accelerate does for several processes: the order must be the same
     anywhere."""
-    from torch.utils.data import RandomSampler
-
     sampler = getattr(loader.batch_sampler, "sampler", None) or loader.sampler
     if isinstance(sampler, RandomSampler) and sampler.generator is None and not seedable:
         sampler.generator = torch.Generator()
