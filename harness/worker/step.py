@@ -309,9 +309,10 @@ class Work:
             phase=self.run.phase.number,
             identity=self.run.genesis()[:16] if self.run.phase.number > 1 else "",
         )
-        assert self.run.identity is not None
+        identity = self.run.phase.identity
+        assert identity is not None
         hashed = self.feed.has_contents or begins >= 0
-        with_contents = hashed and bool(self.run.identity.get("contents"))
+        with_contents = hashed and bool(identity.get("contents"))
         scaled = self.training.scaler is not None
         self.rhythm.note_step(calm=self.snapshotter.quiet)
         self.peers.life.tell(WorkerPhase.COMPUTE, self.run.step)

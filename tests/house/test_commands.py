@@ -181,6 +181,7 @@ ELSEWHERE = {
     CHECK: "half a minute each: tests/check and tests/adapters/test_check_trainers.py",
     "harness run --run s3://my-bucket/runs/x -- run_clm": "others' scripts: tests/adapters",
     "harness run --run s3://my-bucket/runs/x -- train.py": "others' trainers: tests/adapters",
+    "harness run --run s3://my-bucket/runs/x --mesh": "tests/adapters/test_whole_copies.py",
     "harness run --run s3://my-bucket/runs/x -- -m torchtitan.train": "tests/adapters/test_torchtitan.py",
     "harness runs bisect s3://my-bucket/runs/x -- train.py": "of the reader's script: tests/guards/test_bisect.py",
     "harness run --guards default": "of the reader's script: tests/guards/test_guarded_runs.py",
