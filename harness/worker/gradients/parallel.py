@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -299,6 +300,8 @@ class Replicated(WholeStage):
     ):
         self.parameters = [p for p in parameters if p.requires_grad]
         self._group = group
+        # asked once, as the world may be hidden later
+        self._world = dist.get_world_size(group) if dist.is_initialized() else 1
         self._flats: list[torch.Tensor] = []
         self._wholes: list[torch.Tensor] = []  # what the buckets are pieces of, one for each dtype
         self._views: dict[nn.Parameter, torch.Tensor] = {}
@@ -316,10 +319,6 @@ class Replicated(WholeStage):
             for p in self.parameters
         ]
 
-    @property
-    def _world(self) -> int:
-        return dist.get_world_size(self._group) if dist.is_initialized() else 1
-
     def release(self) -> None:
         """Let go of the parameters, which something else may train from now on."""
         for hook in self._hooks:
@@ -327,7 +326,6 @@ class Replicated(WholeStage):
 
     def _build(self, bucket_bytes: int) -> None:
         groups = buckets_of(reversed(self.parameters), bucket_bytes)
-        self._sizes = [len(group) for group in groups]
         self._wholes, self._flats = laid_out(
             [(sum(p.numel() for p in g), g[0].dtype, g[0].device) for g in groups]
         )
@@ -345,7 +343,8 @@ class Replicated(WholeStage):
         self._came.clear()
         self._armed = last and self._whole.get(self.phase, False)
         if last:
-            self._missing, self._sent = list(self._sizes), []
+            count = Counter(self._bucket_of.values())
+            self._missing, self._sent = [count[i] for i in range(len(self._flats))], []
 
     def hold(self) -> None:
         """Let `reduce` send the gradients of this micro-batch, rather than its backward."""
