@@ -189,7 +189,7 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path, monkeypatch):
         "batch_rebalance",
         "is not this run's",
         "trained",
-        "a second time",
+        "trained",  # again, as another phase (test_phases.py)
     ]
     assert len(said) == len(named)
     assert all(name in line for name, line in zip(named, said, strict=True)), said
