@@ -64,7 +64,7 @@ class CheckFlags:
 
 
 def check(flags: CheckFlags) -> int:
-    """Try a script here: on one worker and two (or copies of a model), killed, noticed, resumed.
+    """Try a script here: on one worker and two, killed, noticed, resumed.
 
     Exit status 0: the script passed; 1: it did not; 2: it could not be tried.
     """
