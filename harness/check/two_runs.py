@@ -412,4 +412,5 @@ def _gpu(asked: ScriptAsked, node: int) -> str | None:
     if not asked.gpus:
         return None
     first = node * asked.copy_ranks
-    return ",".join(str((first + i) % asked.gpus) for i in range(asked.copy_ranks))
+    gpus = dict.fromkeys((first + i) % asked.gpus for i in range(asked.copy_ranks))
+    return ",".join(map(str, gpus))

@@ -493,8 +493,9 @@ class Driver:
             self._end_step(self._open)
         assert self.loop is not None
         self._body = None
-        for model in self.prepared.all("_models"):
-            reshard(model)  # after an evaluation
+        if self.run.replica_ranks > 1:  # in each step, so not where there is nothing to do
+            for model in self.prepared.all("_models"):
+                reshard(model)  # after an evaluation
         self._variables.look(frame)
         try:
             self.loop.boundary()

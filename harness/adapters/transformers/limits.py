@@ -110,10 +110,10 @@ def _refusals(trainer: Any, device: str, copy_ranks: int) -> Iterator[tuple[str,
 
 def _of_copies(trainer: Any, copy_ranks: int) -> Iterator[tuple[str, str]]:
     """Yield what does not fit to copies of the model on so many ranks each."""
-    args, loaded = trainer.args, trainer.is_distributed_loading_by_transformers
-    sharded = trainer.is_fsdp_enabled or trainer.args.fsdp
     if copy_ranks == 1:
         return
+    args, loaded = trainer.args, getattr(trainer, "is_distributed_loading_by_transformers", False)
+    sharded = trainer.is_fsdp_enabled or args.fsdp
     if not (sharded or loaded):
         yield (
             f"{copy_ranks} ranks shall share a copy of the model, but the Trainer splits none",

@@ -8,24 +8,22 @@ What is left is the sum over copies of what each rank holds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from harness.worker.gradients.parallel import BUCKET_BYTES, local_part
+from harness.worker.gradients.parallel import BUCKET_BYTES, InParts
 from harness.worker.gradients.sharding import copies_of
 
 
-class SummedCopies:
+class SummedCopies(InParts):
     """The strategy of a model that is split within a replica. `across`: the ranks that hold the
     same parts of all copies; `within`: the ranks of this copy; `deferred`: FSDP2 averages within
-    the copy in its last micro-batch only, else in each."""
+    the copy in its own last micro-batch, wherever that lies in the trainer's accumulation; else in
+    each."""
 
-    name, equal_rounds, may_repeat = "copies", False, False
-    sums = "fast"
+    name, equal_rounds = "copies", False
 
     def __init__(
         self,
@@ -34,77 +32,25 @@ class SummedCopies:
         within: dist.ProcessGroup,
         deferred: bool = True,
     ):
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        super().__init__(model, within)
         self.replica_ranks = dist.get_world_size(within)
-        self._across, self._within = across, within
-        self._copies = dist.get_world_size(across)
-        self._held_by = [self._holders(p) for p in self.parameters]
-        modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        inside = {id(child) for m in modules for child in m.modules() if child is not m}
-        self._roots = [m for m in modules if id(m) not in inside and deferred]
-
-    def _holders(self, p: Any) -> int:
-        """Return how many ranks of a copy hold the same elements of a parameter."""
-        ranks = self.replica_ranks
-        return copies_of(p, ranks) if hasattr(p, "placements") else ranks
-
-    def start(self, micro_batches: int) -> None: ...
-
-    def micro(self, last: bool, filler: bool = False) -> None:
-        """Let FSDP2 reduce within the copy in the backward of the copy's own last micro-batch,
-        wherever that lies in the trainer's accumulation."""
-        for root in self._roots:
-            root.set_requires_gradient_sync(last)
-            root.set_is_last_backward(last)
-
-    def micro_done(self) -> None: ...
-
-    def again(self) -> bool:
-        return False
+        self._copies_of = [copies_of(p, self.replica_ranks) for p in self.parameters]
+        self._across = across
+        if not deferred:
+            self._roots = []
 
     def reduce(self) -> None:
         for p in self.parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        if self._copies == 1:
+        if self._across.size() == 1:
             return
-        for bucket in _buckets(self._grads()):
+        for bucket in _buckets(self._local()):
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
             dist.all_reduce(flat, group=self._across)
             parts = torch.split(flat, [grad.numel() for grad in bucket])
             for grad, summed in zip(bucket, parts, strict=True):
                 grad.copy_(summed.view_as(grad))
-
-    def divide(self, weight: float | torch.Tensor) -> None:
-        for grad in self._grads():
-            grad.div_(weight.to(grad.device) if isinstance(weight, torch.Tensor) else weight)
-
-    def norm(self) -> torch.Tensor:
-        """Return the norm of all gradients; an element on several ranks of the copy counts once."""
-        squares = [
-            torch.linalg.vector_norm(local_part(p.grad), dtype=torch.float32) ** 2 / count
-            for p, count in zip(self.parameters, self._held_by, strict=True)
-            if p.grad is not None
-        ]
-        total = torch.stack(squares).sum()
-        dist.all_reduce(total, group=self._within)
-        return total.sqrt()
-
-    def clip(self, coefficient: torch.Tensor) -> None:
-        for grad in self._grads():
-            grad.mul_(coefficient.to(grad))
-
-    def zero(self) -> None:
-        for p in self.parameters:
-            p.grad = None
-
-    def share_found_inf(self, scaler: Any, optimizer: Any) -> None:
-        """Make the ranks of a copy skip the step together; all copies have the same gradients."""
-        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._within)
-
-    def _grads(self) -> list[torch.Tensor]:
-        return [local_part(p.grad) for p in self.parameters if p.grad is not None]
 
 
 def _buckets(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

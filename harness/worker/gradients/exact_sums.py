@@ -381,7 +381,7 @@ class ExactReplicated(Replicated):
 
     def _build(self, bucket_bytes: int) -> None:
         # alone, nothing is sent while the backward goes on: fewer and larger buckets
-        super()._build(bucket_bytes * (BUCKETS_ALONE if self._world == 1 else 1))
+        super()._build(bucket_bytes * (1 if self._is_shared else BUCKETS_ALONE))
         self._lay_out()
 
     def _lay_out(self) -> None:

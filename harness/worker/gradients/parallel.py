@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -299,9 +298,8 @@ class Replicated(WholeStage):
         group: dist.ProcessGroup | None = None,
     ):
         self.parameters = [p for p in parameters if p.requires_grad]
-        self._group = group
-        # asked once, as the world may be hidden later
-        self._world = dist.get_world_size(group) if dist.is_initialized() else 1
+        # found now, as the world may be hidden later; None: there is none
+        self._group = group or (dist.group.WORLD if dist.is_initialized() else None)
         self._flats: list[torch.Tensor] = []
         self._wholes: list[torch.Tensor] = []  # what the buckets are pieces of, one for each dtype
         self._views: dict[nn.Parameter, torch.Tensor] = {}
@@ -326,6 +324,7 @@ class Replicated(WholeStage):
 
     def _build(self, bucket_bytes: int) -> None:
         groups = buckets_of(reversed(self.parameters), bucket_bytes)
+        self._sizes = [len(group) for group in groups]
         self._wholes, self._flats = laid_out(
             [(sum(p.numel() for p in g), g[0].dtype, g[0].device) for g in groups]
         )
@@ -343,8 +342,7 @@ class Replicated(WholeStage):
         self._came.clear()
         self._armed = last and self._whole.get(self.phase, False)
         if last:
-            count = Counter(self._bucket_of.values())
-            self._missing, self._sent = [count[i] for i in range(len(self._flats))], []
+            self._missing, self._sent = list(self._sizes), []
 
     def hold(self) -> None:
         """Let `reduce` send the gradients of this micro-batch, rather than its backward."""
@@ -396,7 +394,7 @@ class Replicated(WholeStage):
         self._armed = False
         if self.phase not in self._whole:
             parts = torch.tensor([int(self._in_parts)], device=self._flats[0].device)
-            if self._world > 1:
+            if self._is_shared:
                 dist.all_reduce(parts, op=dist.ReduceOp.MAX, group=self._group)
             self._whole[self.phase] = not int(parts)
         self._in_parts = False
@@ -405,7 +403,11 @@ class Replicated(WholeStage):
         self._sent.append(self._sum_over_group(self._flats[bucket]))
 
     def _sum_over_group(self, flat: torch.Tensor) -> Any:
-        return dist.all_reduce(flat, group=self._group, async_op=True) if self._world > 1 else None
+        return dist.all_reduce(flat, group=self._group, async_op=True) if self._is_shared else None
+
+    @property
+    def _is_shared(self) -> bool:
+        return self._group is not None and self._group.size() > 1
 
     def reduce(self) -> None:
         if len(self._sent) < len(self._flats):  # some took no part in the last forward, or in any
@@ -441,38 +443,20 @@ class Replicated(WholeStage):
             p.grad = None
 
 
-class Sharded:
-    """The strategy for FSDP2, with parameters and gradients as DTensors. During the last backward,
-    reduce-scatter sums gradients within a copy of the model, then all-reduce over copies, if there
-    are several."""
+class InParts:
+    """The common part of strategies for models of which each rank holds parts. FSDP2 reduces in the
+    backward of the last micro-batch. `group`: the ranks that hold a whole model, or several; None:
+    all."""
 
-    name, equal_rounds, may_repeat = "fsdp2", True, False
-    sums, replica_ranks = "fast", 1
+    may_repeat, sums = False, "fast"
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh | None = None):
-        """`mesh`: the mesh of all ranks, if it has several dimensions. Raises BadInput for sharding
-        whose sums would be wrong; see `check_sharding`."""
-        check_sharding(model, mesh)
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None):
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._group = group
         self._modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         inside = {id(child) for m in self._modules for child in m.modules() if child is not m}
         self._roots = [m for m in self._modules if id(m) not in inside]
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        stages = 1
-        sharded: list[Any] = self.parameters
-        if mesh is not None and any(p.device_mesh.ndim > 1 for p in sharded):
-            self.replica_ranks, stages = mesh.size() // mesh[FSDP_DIMS].size(), mesh["pp"].size()
-        self._device_type: str = sharded[0].device_mesh.device_type
-        ranks = dist.get_world_size() // stages
-        self._copies_of = [copies_of(p, ranks) for p in self.parameters]
-        needs(
-            FSDPModule,
-            "harness.fsdp2",
-            "set_gradient_divide_factor",
-            "set_force_sum_reduction_for_comms",
-        )
-        for module in self._modules:
-            module.set_gradient_divide_factor(1.0)  # a sum, not a mean over ranks
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        self._copies_of: list[int] = []  # ranks of the group that hold the same elements
 
     def start(self, micro_batches: int) -> None: ...
 
@@ -486,9 +470,6 @@ class Sharded:
     def again(self) -> bool:
         return False
 
-    def reduce(self) -> None:
-        """Return at once: FSDP has waited for its reduce-scatters at the end of the backward."""
-
     def _local(self) -> list[torch.Tensor]:
         return [local_part(p.grad) for p in self.parameters if p.grad is not None]
 
@@ -498,16 +479,18 @@ class Sharded:
                 grad.div_(_beside(grad, weight))
 
     def norm(self) -> torch.Tensor:
-        """Return the norm of all gradients. Every element is on as many ranks as `copies_of` says
-        (`check_sharding` ensures that), so squares are divided by it and summed over ranks."""
+        """Return the norm of all gradients. Every element is on as many ranks as `copies_of` says,
+        so squares are divided by it and summed over ranks."""
         squares: dict[int, list[torch.Tensor]] = {}
         for p, copies in zip(self.parameters, self._copies_of, strict=True):
             if p.grad is not None:
                 norm = torch.linalg.vector_norm(local_part(p.grad), dtype=torch.float32)
                 squares.setdefault(copies, []).append(norm**2)
         sums = [torch.stack(some).sum() / copies for copies, some in squares.items()]
-        total = torch.stack(sums).sum().to(self._device_type)  # from the host, if offloaded
-        dist.all_reduce(total)
+        held: Any = self.parameters[0]
+        device = held.device_mesh.device_type if hasattr(held, "device_mesh") else held.device
+        total = torch.stack(sums).sum().to(device)  # from the host, if offloaded
+        dist.all_reduce(total, group=self._group)
         return total.sqrt()
 
     def clip(self, coefficient: torch.Tensor) -> None:
@@ -519,7 +502,39 @@ class Sharded:
             p.grad = None
 
     def share_found_inf(self, scaler: Any, optimizer: Any) -> None:
-        _share_found_inf(scaler, optimizer, None)
+        _share_found_inf(scaler, optimizer, self._group)
+
+
+class Sharded(InParts):
+    """The strategy for FSDP2, with parameters and gradients as DTensors. During the last backward,
+    reduce-scatter sums gradients within a copy of the model, then all-reduce over copies, if there
+    are several."""
+
+    name, equal_rounds, replica_ranks = "fsdp2", True, 1
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh | None = None):
+        """`mesh`: the mesh of all ranks, if it has several dimensions. Raises BadInput for sharding
+        whose sums would be wrong; see `check_sharding`."""
+        check_sharding(model, mesh)
+        super().__init__(model)
+        stages = 1
+        sharded: list[Any] = self.parameters
+        if mesh is not None and any(p.device_mesh.ndim > 1 for p in sharded):
+            self.replica_ranks, stages = mesh.size() // mesh[FSDP_DIMS].size(), mesh["pp"].size()
+        ranks = dist.get_world_size() // stages
+        self._copies_of = [copies_of(p, ranks) for p in self.parameters]
+        needs(
+            FSDPModule,
+            "harness.fsdp2",
+            "set_gradient_divide_factor",
+            "set_force_sum_reduction_for_comms",
+        )
+        for module in self._modules:
+            module.set_gradient_divide_factor(1.0)  # a sum, not a mean over ranks
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+    def reduce(self) -> None:
+        """Return at once: FSDP has waited for its reduce-scatters at the end of the backward."""
 
 
 def _share_found_inf(scaler: Any, optimizer: Any, group: dist.ProcessGroup | None) -> None:

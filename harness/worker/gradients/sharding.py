@@ -271,8 +271,10 @@ def _some(names: Iterable[str]) -> str:
 
 
 def copies_of(p: Any, ranks: int) -> int:
-    """Return how many ranks hold the same elements of this sharded tensor (a DTensor). `ranks`: the
-    number of ranks that hold any of it."""
+    """Return how many ranks hold the same elements of a tensor; of a plain one, all do. `ranks`:
+    the number of ranks that hold any of it."""
+    if not hasattr(p, "placements"):
+        return ranks
     count: int = ranks // p.device_mesh.size()
     for size, at in zip(p.device_mesh.shape, p.placements, strict=True):
         count *= size if at.is_replicate() else 1
