@@ -455,7 +455,6 @@ class Agent:
             return True
         if now < self._past.settle_until_s and self._uploads.busy():
             return False
-        self._run.forget_room()
         self._tell(**self._past.ready)
         self._feed(node_state.Ready())
         return True

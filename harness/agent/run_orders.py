@@ -19,12 +19,14 @@ from harness.bucket.layout import (
     STOP_KEY,
     WITHOUT_SESSION,
     Epoch,
+    Identity,
     StopOrder,
     order_by,
     order_key,
+    phase_key,
+    phase_of,
 )
 from harness.bucket.orders import ask_to_stop, asked_to_leave, stop_order
-from harness.bucket.phases import newest_identity
 from harness.core.batch import halved
 from storage.canonical_json import BadObject
 from storage.errors import NotFound, StoreUnavailable
@@ -155,12 +157,16 @@ class RunOrders:
         self._control_seen: set[str] | None = None
         self._doubt_told = False  # the bucket says that this node may not stay
         self._replica_ranks = replica_ranks
+        self._phase = 1  # the newest that has begun, as of the last look
         self._room: int | None = None  # ranks that a step has work for; None: not known yet
 
     # ---- requests --------------------------------------------------------------------------------
     def look(self) -> None:
         """Read all requests to the run, by a single list."""
         self._control = set(self.store.list(CONTROL))
+        newest = max(self._phase, *map(phase_of, self._control), 1)
+        if newest != self._phase:
+            self._phase, self._room = newest, None
 
     def stop(self) -> str | None:
         """Return why the run must stop; None if it must not."""
@@ -231,24 +237,24 @@ class RunOrders:
         """Return the number of ranks that a step has work for; None: no limit, or not known yet."""
         if self._room is None:
             try:
-                found = newest_identity(self.store)
+                found = self._identity()
                 self._room = found.micro_batches * self._replica_ranks or NO_LIMIT
             except (NotFound, BadObject):
                 # not there yet, or invalid: workers report errors in it
                 return None
         return None if self._room == NO_LIMIT else self._room
 
-    def forget_room(self) -> None:
-        """Read anew how many ranks a step has work for: the run may be in another phase."""
-        self._room = None
-
     def micro_batch(self, halvings: int) -> int:
         """Return the samples of a micro-batch after so many halvings; 0: not known."""
         try:
-            found = newest_identity(self.store).micro_batch
+            found = self._identity().micro_batch
         except (NotFound, BadObject):
             return 0
         return halved(found, halvings) if found else 0
+
+    def _identity(self) -> Identity:
+        """Return the identity of the newest phase. Raises NotFound, BadObject, StoreUnavailable."""
+        return Identity.decode(self.store.get(phase_key(self._phase)))
 
     def is_over(self) -> bool:
         """Return whether the run has ended, as far as its newest snapshot can be read."""

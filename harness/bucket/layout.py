@@ -43,9 +43,11 @@ from storage.stores.objects import ObjectStore, checked_key
 
 # ---- keys ----------------------------------------------------------------------------------------
 IDENTITY = "run.json"  # create-only: the run's identity
-PHASES = "phases/"  # + number: create-only, the identity of each later training (phases.py)
 LEASES = "lease/"
 CONTROL = "control/"
+# + number: create-only, the identity of each later training (phases.py); agents see them in the
+# listing that they make anyway
+PHASES = "control/phases/"
 STOP_KEY = "control/stop.json"  # the whole run drains, and no node rejoins automatically
 SNAPSHOT = "control/snapshot-"  # + anything: all ranks snapshot and go on
 # + attempt: written, and withdrawn, by the agent of a node that may not stay
@@ -78,7 +80,7 @@ MOST_TTL_S = 600.0  # greatest accepted timeout of a controller
 USUAL_TTL_S = 20.0  # timeout of a lease term that gives none
 
 _NAME = r"([^/]+)"
-_PHASE = re.compile(r"phases/([0-9]{6,12})\.json")
+_PHASE = re.compile(r"control/phases/([0-9]{6,12})\.json")
 _TERM = re.compile(r"lease/(\d{6,12})\.json")
 _EPOCH = re.compile(r"rdzv/epochs/([0-9]{6,12})\.json")
 _MEMBER = re.compile(rf"rdzv/members/{_NAME}\.json")

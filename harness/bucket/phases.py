@@ -1,7 +1,7 @@
 """The phases of a run whose script trains more than once: each training is one, in the order in
 which they begin.
 
-A phase has an identity of its own: run.json for the first one, and `phases/` for the others, with
+A phase has an identity of its own: run.json for the first one, and `control/phases/` for the others, with
 the number of steps that came before it. Steps are counted through all phases, so that snapshots,
 records and facts of one run stay in one order. A phase has ended where the next one begins.
 """
@@ -89,12 +89,6 @@ def phases_text(phases: Sequence[RunPhase]) -> str:
 
 def _steps(before: int, last: int) -> str:
     return f"steps {before + 1} to {last}" if last > before else "no step"
-
-
-def newest_identity(store: ObjectStore) -> Identity:
-    """Return the identity of the newest phase. Raises NotFound, BadObject, NewerProtocol."""
-    newest = max(map(phase_of, store.list(PHASES)), default=0)
-    return Identity.decode(store.get(phase_key(max(1, newest))))
 
 
 def end_of(store: ObjectStore, number: int) -> int | None:

@@ -44,7 +44,7 @@ MOMENTS = {
     "LIST snapshots/measured, LIST snapshots/parts, LIST snapshots/quarantine, "
     "LIST snapshots/reading, PUT facts, PUT rdzv/members, PUT samples, PUT snapshots/manifests, "
     "PUT snapshots/parts, PUT snapshots/parts/list",
-    START: "DELETE control/probe, DELETE snapshots/reading, GET control/probe, "
+    START: "DELETE control/probe, DELETE snapshots/reading, GET control/probe, GET control/phases, "
     "GET control/limits.json, GET setup, HEAD control/probe, PUT control/probe, PUT setup, "
     "PUT setup/diff, PUT rdzv/members, "
     "GET rdzv/chunks, GET rdzv/members, GET rdzv/secret.json, GET run.json, GET snapshots/parts, "

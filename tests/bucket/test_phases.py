@@ -3,7 +3,7 @@
 import pytest
 
 from harness.bucket.layout import phase_key, phase_of
-from harness.bucket.phases import end_of, newest_identity, phase_at, phases_text, read_phases
+from harness.bucket.phases import end_of, phase_at, phases_text, read_phases
 from storage.canonical_json import BadObject, canonical
 from storage.errors import NotFound
 from storage.stores.folder_store import MemoryStore
@@ -28,8 +28,6 @@ def test_a_phase_ends_where_the_next_one_begins():
     assert found[-1].ended == (10, 10, 25)
     assert [phase_at(found, step).number for step in (0, 1, 10, 11, 25, 26)] == [1, 1, 1, 3, 3, 4]
     assert [end_of(store, number) for number in (1, 2, 3, 4)] == [10, 10, 25, None]
-    assert newest_identity(store).micro_batches == 1
-    assert newest_identity(bucket()).micro_batches == 4
     said = "1: steps 1 to 10, 2: no step, 3: steps 11 to 25, 4: from step 26"
     assert phases_text(found) == said and phases_text(read_phases(bucket())) == ""
 
@@ -38,10 +36,10 @@ def test_what_is_no_row_of_phases_is_one_error():
     with pytest.raises(BadObject, match="wanted phase 3, from step 10 or later on, found phase 3"):
         read_phases(bucket(10, 5))
     store = bucket(10, 20)
-    store.delete("phases/000002.json")
+    store.delete("control/phases/000002.json")
     with pytest.raises(BadObject, match="wanted phase 2, from step 0 or later on, found phase 3"):
         read_phases(store)
     store.delete("run.json")
     with pytest.raises(NotFound):
         read_phases(store)
-    assert phase_of("phases/000001.json") == 1 and phase_of("phases/2.json") == 0
+    assert phase_of("control/phases/000001.json") == 1 and phase_of("control/phases/2.json") == 0

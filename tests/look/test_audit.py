@@ -227,18 +227,18 @@ def test_phases_are_proved_each_by_its_own_identity():
         ({"begins": 6}, "wanted one of phase 2, which made step 7, found phase 1"),
         ({"data": "another"}, "step 12: wanted a step of phase 2 with the identity"),
         ({"phase": 3}, "wanted phase 2, from step 0 or later on, found phase 3 from step 7 on"),
-        ({"seed": None}, "phases/000002.json: wanted seed of type int"),
+        ({"seed": None}, "control/phases/000002.json: wanted seed of type int"),
     ],
 )
 def test_a_changed_phase_is_named(change, words):
     run = two_phases()
-    run.store.put("phases/000002.json", canonical(run.identity | change))
+    run.store.put("control/phases/000002.json", canonical(run.identity | change))
     assert words in violation(run.store)
 
 
 def test_a_lost_phase_and_a_step_of_the_wrong_one_are_named():
     run = two_phases()
-    run.store.delete("phases/000002.json")
+    run.store.delete("control/phases/000002.json")
     assert "wanted one of phase 1, which made step 12, found phase 2" in violation(run.store)
     run = two_phases().train(13, phase=1, identity="")
     assert "step 13: wanted a step of phase 2" in violation(run.store)
