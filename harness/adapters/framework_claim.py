@@ -23,8 +23,9 @@ ADAPT = "HARNESS_ADAPT"  # "auto", "none" or a framework; unset: not started by 
 ATTACH = "HARNESS_ATTACH"  # options of `attach` for a script that does not call it, as JSON
 MESH, REPLICA_RANKS = "HARNESS_MESH", "HARNESS_REPLICA_RANKS"
 FRAMEWORKS = ("transformers", "accelerate", "lightning", "fabric", "torchtitan")
-# those whose models may be split over the ranks of a copy
-SPLITTING = ("transformers", "accelerate", "lightning", "fabric")
+# those that lay out a mesh of the whole world themselves, as the run's: the others split a model
+# over the ranks of its copy
+LAYING_OUT = ("torchtitan",)
 
 
 class Claims:
@@ -40,33 +41,36 @@ class Claims:
 _claims = Claims()
 
 
-def enter(hide: bool = True) -> Session | None:
+def enter(hide: bool = True, lays_out: bool = False) -> Session | None:
     """Join the world when the script begins to use any framework, and hide it from the script.
-    Return None if the script has attached itself, or is not to be adapted. `hide`: see `join`.
-    Raises BadInput."""
+    Return None if the script has attached itself, or is not to be adapted. `hide`, `lays_out`: see
+    `join`. Raises BadInput."""
     if _claims.run is not None:
         return _claims.run
     if os.environ.get(ADAPT, "none") == "none" or sessions.is_attached():
         return None
-    return join(hide)
+    return join(hide, lays_out)
 
 
-def join(hide: bool = True) -> Session:
+def join(hide: bool = True, lays_out: bool = False) -> Session:
     """Join for a script that makes an elastic trainer by name; see `enter`. `hide`: hide the world
-    from the script, except from one that shards its model over it. Raises BadInput."""
+    from the script, except from one that shards its model over it; `lays_out`: the framework lays
+    out the mesh of the world itself. Raises BadInput."""
     if _claims.run is None:
         if sessions.is_attached():
             raise BadInput(
                 "wanted to attach for this script's trainer, found that it has called "
                 "harness.attach() itself; leave that to the trainer, or use run.steps(...)"
             )
-        ranks = copies_of_mesh(os.environ)
+        ranks = 1 if lays_out else copies_of_mesh(os.environ)
         copy = alone.CopyRanks.of(os.environ, ranks) if ranks > 1 else None
         if hide and copy is not None:
             copy.show_gpus(os.environ)
         elif hide:
             alone.show_one_gpu(os.environ)
         run = _claims.run = attach(**attach_options(os.environ.get(ATTACH, "")))
+        if lays_out:
+            _claims.mesh = run._peers.model_mesh
         if copy is not None:
             assert run.mesh is not None  # made now, since the ranks make it together
         if hide:
@@ -97,13 +101,8 @@ def claim(framework: str, by_name: bool = False, hide: bool = True) -> Session |
             return None
         if _claims.framework not in ("", framework):
             return None
-    if framework not in SPLITTING and copies_of_mesh(dict(os.environ)) > 1:
-        raise BadInput(
-            f"{framework}: wanted a rank for each copy of the model, found a mesh whose ranks "
-            f"share one (--mesh, --replica-ranks); {framework} splits models by its own settings, "
-            "or not at all here: leave it out"
-        )
-    run = join(hide) if by_name else enter(hide)
+    lays_out = framework in LAYING_OUT
+    run = join(hide, lays_out) if by_name else enter(hide, lays_out)
     if run is not None and not _claims.framework:
         _claims.framework = framework
         run.print(f"harness: this script's steps are made by {framework}; docs/trainers/ says how")

@@ -1,9 +1,10 @@
 """The phases of a run whose script trains more than once: each training is one, in the order in
 which they begin.
 
-A phase has an identity of its own: run.json for the first one, and `control/phases/` for the others, with
-the number of steps that came before it. Steps are counted through all phases, so that snapshots,
-records and facts of one run stay in one order. A phase has ended where the next one begins.
+A phase has an identity of its own: run.json for the first one, and `control/phases/` for the
+others, with the number of steps that came before it. Steps are counted through all phases, so that
+snapshots, records and facts of one run stay in one order. A phase has ended where the next one
+begins.
 """
 
 from __future__ import annotations

@@ -400,10 +400,11 @@ class OwnStep:
 GUARDED = ("run.loader", "transformers")  # loops whose updates guards may skip
 
 
-def script_world(run: Session) -> int:
+def script_world(run: Session, alike: int = 1) -> int:
     """Return the world size whose global batch is kept, that is the number of ranks that an
     unchanged script is assumed to be written for: the one that this run began with, else
-    HARNESS_SCRIPT_WORLD, else this world's. Raises BadInput."""
+    HARNESS_SCRIPT_WORLD, else this world's. `alike`: so many ranks, which read the same samples,
+    count as one. Raises BadInput."""
     said = run.said_world
     if said and not (said.isdecimal() and 1 <= int(said) <= MOST_RANKS):
         raise BadInput(f"{SCRIPT_WORLD}={said!r}: wanted a number of ranks, at least 1")
@@ -417,7 +418,7 @@ def script_world(run: Session) -> int:
         found = begun.get("script_world")
         if isinstance(found, int) and 1 <= found <= MOST_RANKS:
             return found
-        return int(said) if said else run._peers.world
+        return max(1, (int(said) if said else run._peers.world) // alike)
 
     return int(run._peers.agree(look))
 
@@ -444,14 +445,15 @@ def own_loop(
     adapter: str = "",
     per_device: bool = True,
     reading_ranks: int = 1,
+    alike: int = 1,
 ) -> OwnLoop:
     """Resume, and begin a foreign trainer's loop, for adapters (see the module).
     `micro_batches`: their number in a step, on all ranks together; `micro_batch`: samples in
     each; `data`: a description of its data and their order; `total`: its last step, 0: not
     known; `per_device`: the script says what each rank does, and the global batch is that of
     `script_world` ranks, else it names the global batch; `reading_ranks`: of the ranks of a copy of
-    the model, those that read different parts of a micro-batch. Raises BadInput, StoreError,
-    SystemExit."""
+    the model, those that read different parts of a micro-batch; `alike`: see `script_world`. Raises
+    BadInput, StoreError, SystemExit."""
     training, feed = run._work.training, run._work.feed
     if training.model is None:
         raise BadInput("call run.prepare(model, optimizer) before own_loop(run, ...)")
@@ -461,7 +463,7 @@ def own_loop(
             "training: make the second a script and a run of its own, which begins with the "
             "weights of the first"
         )
-    first_ranks = script_world(run)
+    first_ranks = script_world(run, alike)
     foreign = {"data": data, "adapter": adapter, "script_world": first_ranks}
     place = training.keep_place(DataPlace())
     if training.guard is not None and adapter not in GUARDED:
@@ -492,7 +494,7 @@ def own_loop(
     norm_once.install()
     if per_device and not run.step:
         each = micro_batch // reading_ranks
-        readers = feed.first_ranks * reading_ranks // run.replica_ranks
+        readers = feed.first_ranks * alike * reading_ranks // run.replica_ranks
         batch = batch_text(micro_batches * micro_batch, each, readers)
         run.print(f"harness: {batch}, and stays so on any number of ranks")
     return OwnLoop(run, place, ReadingRanks.of(run._peers, reading_ranks))

@@ -350,9 +350,13 @@ class Peers:
 
     @functools.cached_property
     def within(self) -> dist.ProcessGroup | None:
-        """The group of this replica's ranks, without a model mesh; None: it has one rank. All ranks
-        must first read it at the same point."""
-        return None if self.replica_ranks == 1 else self.mesh.get_group("ranks")
+        """The group of this replica's ranks, without pipeline stages; None: it has one rank. All
+        ranks must first read it at the same point."""
+        if self.replica_ranks == 1:
+            return None
+        if self.model_mesh is None:
+            return self.mesh.get_group("ranks")
+        return self.mesh["cp", "tp"]._flatten("ranks").get_group()
 
     @functools.cached_property
     def same_stage(self) -> dist.ProcessGroup | None:

@@ -12,7 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from harness.core.mesh import ModelMesh
 from harness.core.world import DRAINED, BadInput
+from harness.look.audit.audit import audit
 from harness.node.marks import MarkFile
 from storage.snapshots.snapshots import Snapshots
 from storage.stores.store_urls import open_store
@@ -107,11 +109,13 @@ def plain(folder):
     return torchrun(folder, *VALIDATION, "--dump_folder", "plain", plain=True)
 
 
-def test_killed_and_drained_on_other_worlds_it_trains_as_torchtitan_alone(folder, plain):
-    run, said = folder / "run", ""
-    for nproc, how in ((2, signal.SIGKILL), (3, signal.SIGTERM), (1, None)):
+def trained(folder, run, worlds, *flags):
+    """Train on `worlds`: (ranks, mesh or "", the signal that ends it amid or None), one after the
+    other. Return what the last one said, and the run's steps."""
+    said = ""
+    for nproc, mesh, how in worlds:
         begun = step_of(run)
-        started = agent(folder, run, nproc, *VALIDATION)
+        started = agent(folder, run, nproc, *flags, options=["--mesh", mesh] if mesh else ())
         try:
             if how is not None:
                 until(lambda n=begun, p=started: step_of(run) > n or p.poll() is not None)
@@ -124,8 +128,15 @@ def test_killed_and_drained_on_other_worlds_it_trains_as_torchtitan_alone(folder
         assert code == wanted, said
     mine = {r.step: r for r in history(run)}
     assert sorted(mine) == list(range(1, LAST + 1))
-    assert {r.world for r in mine.values()} == {1, 2, 3}
+    assert {r.world for r in mine.values()} == {nproc for nproc, _, _ in worlds}
     assert {r.samples for r in mine.values()} == {4}
+    return said, mine
+
+
+def test_killed_and_drained_on_other_worlds_it_trains_as_torchtitan_alone(folder, plain):
+    run = folder / "run"
+    worlds = (2, "", signal.SIGKILL), (3, "", signal.SIGTERM), (1, "", None)
+    said, mine = trained(folder, run, worlds, *VALIDATION)
     alone = logged(plain)
     assert [r.loss for r in mine.values()] == pytest.approx(list(alone.values()), rel=1e-4)
     last = logged(said, "validate step")
@@ -134,6 +145,36 @@ def test_killed_and_drained_on_other_worlds_it_trains_as_torchtitan_alone(folder
     assert verified.returncode == 0, verified.stdout
     snapshots = Snapshots(open_store(str(run)))
     assert snapshots.ended(snapshots.latest())
+
+
+MOE = ["--module", "titan_moe"]
+LONG = ["--training.seq_len", "256"]  # FlexAttention cuts in blocks of 128
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("flags", "worlds"),
+    [
+        (
+            VALIDATION,
+            (
+                (4, "dp_shard=2,tp=2", signal.SIGKILL),
+                (2, "tp=2", signal.SIGTERM),
+                (3, "", signal.SIGKILL),
+                (4, "tp=2", None),
+            ),
+        ),
+        (LONG, ((4, "cp=2", signal.SIGKILL), (2, "cp=2", None))),
+        (MOE, ((2, "dp_shard=2,ep=2", signal.SIGKILL), (3, "", signal.SIGTERM), (1, "", None))),
+    ],
+    ids=["tensors", "contexts", "experts"],
+)
+def test_a_model_in_parts_goes_on_on_any_mesh(folder, flags, worlds):
+    name = "-".join(flags[:2]).strip("-")
+    alone = logged(torchrun(folder, *flags, "--dump_folder", f"plain {name}", plain=True))
+    _, mine = trained(folder, folder / name, worlds, *flags)
+    assert [r.loss for r in mine.values()] == pytest.approx(list(alone.values()), rel=1e-4)
+    assert audit(open_store(str(folder / name))).ok
 
 
 def test_by_its_own_overrides_without_an_agent(folder, plain):
@@ -255,7 +296,12 @@ def test_what_does_not_fit_is_refused_by_name():
         adopt(SimpleNamespace(comm=SimpleNamespace(mode="torchcomms")), None)
     degrees = dict.fromkeys((f"{n}_parallel_degree" for n in ("tensor", "context", "pipeline")), 1)
     with pytest.raises(BadInput, match="expert_parallel_degree=2"):
-        check_parallelism(SimpleNamespace(**degrees, expert_parallel_degree=2))
+        check_parallelism(SimpleNamespace(**degrees, expert_parallel_degree=2), ModelMesh())
+    degrees |= {"expert_parallel_degree": 1, "tensor_parallel_degree": 2}
+    with pytest.raises(BadInput, match=r"tensor_parallel_degree=2.*run --mesh tp=2`, found.*tp=4"):
+        check_parallelism(SimpleNamespace(**degrees), ModelMesh(tp=4))
+    with pytest.raises(BadInput, match="pipeline stages are not built"):
+        check_parallelism(SimpleNamespace(**degrees), ModelMesh(tp=2, pp=2))
     training = SimpleNamespace(global_batch_size=10, local_batch_size=4)
     with pytest.raises(BadInput, match=r"multiple of training\.local_batch_size"):
         fit_batch(training)
@@ -327,10 +373,11 @@ class Loader:
 def test_tokens_and_places_on_as_many_ranks_and_on_others():
     from harness.adapters.torchtitan.loop import TitanState
 
-    def state(tokens=0, places=()):
-        return TitanState(SimpleNamespace(ntokens_seen=tokens), Loader(places))
+    def state(tokens=0, places=(), counts=True):
+        return TitanState(SimpleNamespace(ntokens_seen=tokens), Loader(places), counts)
 
     saved = [state(100, {0: "a"}).state_dict(), state(60, {1: "b"}).state_dict()]
+    assert state(60, counts=False).state_dict() == {"tokens": 0, "places": {}}
     same, others = state(), [state(), state()]
     same.load_state_dict(saved[1])
     same.settle(rank=1)

@@ -1,10 +1,10 @@
 """The training steps of torchtitan, through `loops/own_loop.py`, and our snapshots as its
 checkpoint manager. Runs in the worker.
 
-torchtitan sees the real world: its FSDP2 shards over all ranks and sums gradients during each
-backward. Its loss is a sum over labels divided by the number of labels in the global batch, so
-ranks may have different numbers of micro-batches that count. They run equally many, since FSDP2
-communicates in each.
+torchtitan sees the real world: it lays out the run's mesh over it (without one, its FSDP2 shards
+over all ranks) and sums gradients during each backward. Its loss is a sum over labels divided by
+the number of labels in the global batch, so ranks may have different numbers of micro-batches that
+count. They run equally many, since FSDP2 communicates in each.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.components.dataloader import DataloaderExhaustedError
 
+from harness.adapters import framework_claim
 from harness.adapters.torchtitan.data import TitanLoader, fingerprint
 from harness.adapters.torchtitan.patch import OVERRIDES, joined
+from harness.core.mesh import ModelMesh
 from harness.core.world import BadInput
 from harness.loops.own_loop import OwnLoop, OwnStep, own_loop
 from harness.worker.gradients.parallel import once as norm_once
@@ -31,13 +33,13 @@ if TYPE_CHECKING:
 
 
 class TitanSums:
-    """The strategy for FSDP2 as torchtitan configures it: by the end of the last backward it has
+    """The strategy for a model as torchtitan splits it: by the end of the last backward it has
     summed gradients over all ranks."""
 
-    name, equal_rounds, may_repeat = "torchtitan", True, False
-    sums, replica_ranks = "fast", 1
+    name, equal_rounds, may_repeat, sums = "torchtitan", True, False, "fast"
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, replica_ranks: int):
+        self.replica_ranks = replica_ranks
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         if dist.is_initialized() and dist.get_backend() == "gloo":
             for module in model.modules():
@@ -63,10 +65,17 @@ class TitanSums:
         """Change nothing: torchtitan has divided each loss by the labels of the global batch."""
 
     def norm(self) -> torch.Tensor:
-        grads = [p.grad for p in self._parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads, foreach=True)
-        norm_once.note(grads, norm)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        """Return the norm over all ranks. Experts have a mesh of their own."""
+        on: dict[Any, list[torch.Tensor]] = {}
+        for p in self._parameters:
+            if p.grad is not None:
+                on.setdefault(getattr(p.grad, "device_mesh", None), []).append(p.grad)
+        norms = []
+        for grads in on.values():
+            norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+            norm_once.note(grads, norm)
+            norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
     def clip(self, coefficient: torch.Tensor) -> None:
         """Leave clipping to torchtitan."""
@@ -81,13 +90,15 @@ class TitanSums:
 class TitanState:
     """The data state of each rank: tokens seen, and positions of its streams."""
 
-    def __init__(self, trainer: Any, loader: TitanLoader):
-        self._trainer, self._loader = trainer, loader
+    def __init__(self, trainer: Any, loader: TitanLoader, counts: bool):
+        """`counts`: no rank before this one has the same tokens."""
+        self._trainer, self._loader, self._counts = trainer, loader, counts
         self._tokens, self._places = 0, dict[int, Any]()  # as they were loaded
         self._of_all = False  # the tokens are those of all ranks
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tokens": self._trainer.ntokens_seen, "places": self._loader.places()}
+        tokens = self._trainer.ntokens_seen if self._counts else 0
+        return {"tokens": tokens, "places": self._loader.places()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.load_state_dicts([state])
@@ -122,6 +133,8 @@ class TitanLoop:
         self._loop: OwnLoop | None = None
         self._step: OwnStep | None = None
         self._calls, self._lr, self._stepped = 0, 0.0, False
+        self._mesh = framework_claim.told_mesh() or ModelMesh()
+        self._buffers: list[torch.Tensor] = []
         self._train_step = trainer.train_step
         self._forward_backward_step = trainer.forward_backward_step
         self._should_continue = trainer.should_continue_training
@@ -130,14 +143,15 @@ class TitanLoop:
         """Resume, and replace the trainer's methods. Return the number of finished steps. Raises
         BadInput, StoreError, SystemExit."""
         trainer, run, loader = self._trainer, self._run, self._loader
-        state = TitanState(trainer, loader)
+        state = TitanState(trainer, loader, counts=run.rank % self._mesh.tp == 0)
+        self._buffers = list(model.buffers())
         run.prepare(
             model,
             list(optimizers),
             schedulers,
             state={"torchtitan": state},
             per_rank=["torchtitan"],
-            strategy=TitanSums(model),
+            strategy=TitanSums(model, run.replica_ranks),
         )
         training, data = trainer.config.training, loader.config
         self._loop = own_loop(
@@ -148,6 +162,7 @@ class TitanLoop:
             seed=trainer.config.debug.seed or 0,
             total=training.steps,
             adapter="torchtitan",
+            alike=run.replica_ranks,
         )
         rounds = run.plan.rounds
         loader.share(self._micro_batches, self._loop.share, rounds)
@@ -189,13 +204,18 @@ class TitanLoop:
             step.micro(batch.micro)
             step.read(batch.micro, contents=batch.contents)
         seen = self._trainer.ntokens_seen
+        # routers count tokens in their forward, and a filler's do not count
+        counted = [] if batch is not None else [(b, b.clone()) for b in self._buffers]
         loss: torch.Tensor = self._forward_backward_step(
             input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
         )
         if batch is not None:
             mean = local(loss.detach()) * (global_valid_tokens / max(1, batch.valid))
-            step.done(batch.micro, mean, batch.valid)
+            # with context parallelism it is the sum over this rank's part of the labels
+            step.done(batch.micro, mean * self._mesh.cp, batch.valid)
         else:
+            for buffer, before in counted:
+                buffer.copy_(before)
             self._trainer.ntokens_seen = seen
             self._trainer.metrics_processor.ntokens_since_last_log -= labels.numel()
         if self._calls == self._loader.rounds:

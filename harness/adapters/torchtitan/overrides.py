@@ -34,7 +34,9 @@ def snapshots(config: Any, micro_batches: int = 0) -> Any:
 @override(target=BaseDataLoader.Config, fqns=["dataloader"], description="the same data anywhere")  # type: ignore[untyped-decorator]
 def data(config: Any) -> Any:
     """Read the training's data, the same on any number of ranks."""
-    return derive(config, TitanLoaderConfig, inner=config, streams=script_world(joined()))
+    run = joined()
+    streams = script_world(run, run.replica_ranks)
+    return derive(config, TitanLoaderConfig, inner=config, streams=streams)
 
 
 @override(target=Validator.Config, fqns=["validator"], description="the same data anywhere")  # type: ignore[untyped-decorator]
@@ -43,10 +45,10 @@ def validation(config: Any) -> Any:
     if not config.enable or config.steps < 0:
         return config
     run = joined()
-    first = script_world(run)
+    first = script_world(run, run.replica_ranks)
     loader = derive(
         config.dataloader, TitanLoaderConfig, inner=config.dataloader, streams=first,
         steps=config.steps,
     )  # fmt: skip
-    steps = -(-config.steps * first // run.world)
+    steps = -(-config.steps * first // (run.world // run.replica_ranks))
     return dataclasses.replace(config, dataloader=loader, steps=steps)

@@ -6,12 +6,14 @@ It knows torchtitan only through its module; docs/trainers/torchtitan.md states 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from harness.adapters import framework_claim
+from harness.core.mesh import ModelMesh
 from harness.core.world import BadInput
 
 if TYPE_CHECKING:
@@ -78,8 +80,18 @@ def adopt(config: Any, run: Session) -> None:
             f"comm.mode={config.comm.mode!r}: wanted 'default', the process group is the run's; or "
             "run it with --adapt none, and it keeps its own checkpoints"
         )
-    check_parallelism(config.parallelism)
-    if told := fit_degrees(config.parallelism, run.world):
+    mesh = framework_claim.told_mesh()
+    if mesh is None and run.replica_ranks > 1:
+        raise BadInput(
+            f"--replica-ranks {run.replica_ranks}: wanted a mesh, from which torchtitan knows how "
+            "these ranks split the model, such as --mesh tp=2"
+        )
+    check_parallelism(config.parallelism, mesh or ModelMesh())
+    if mesh is not None:
+        told = lay_out(config.parallelism, mesh.sizes(run.world) | {"ep": mesh.ep})
+    else:
+        told = fit_degrees(config.parallelism, run.world)
+    if told:
         run.print(f"harness: {told}")
     micro_batches = fit_batch(config.training)
     asked = {target if isinstance(target, str) else target[0] for target in config.override.imports}
@@ -89,16 +101,44 @@ def adopt(config: Any, run: Session) -> None:
             config.override.imports.append((f"{OVERRIDES}.{name}", options))
 
 
-def check_parallelism(parallelism: Any) -> None:
-    """Raise BadInput for parallelism that splits a model in another way than FSDP2 does."""
-    for name in ("tensor", "context", "pipeline", "expert"):
-        degree = getattr(parallelism, f"{name}_parallel_degree")
-        if degree > 1:
-            raise BadInput(
-                f"parallelism.{name}_parallel_degree={degree}: wanted 1, elastic runs are "
-                "data-parallel (replicated, FSDP2 or both) so far; or run it with --adapt none, "
-                "and it keeps its own checkpoints"
-            )
+# torchtitan's names of the dimensions of a mesh
+DEGREES = {
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+    "ep": "expert_parallel_degree",
+}
+
+
+def check_parallelism(parallelism: Any, mesh: ModelMesh) -> None:
+    """Raise BadInput for a model that is split into pipeline stages, or over ranks that are no copy
+    of the run's mesh."""
+    if (stages := max(parallelism.pipeline_parallel_degree, mesh.pp)) > 1:
+        raise BadInput(
+            f"parallelism.pipeline_parallel_degree={stages}: wanted 1; torchtitan's pipeline "
+            "stages are not built: leave them out (and pp out of --mesh), or run it with --adapt "
+            "none, and it keeps its own checkpoints"
+        )
+    asked = {dim: getattr(parallelism, DEGREES[dim]) for dim in ("cp", "tp", "ep")}
+    if missing := {d: n for d, n in asked.items() if n > 1 and getattr(mesh, d) != n}:
+        said = ", ".join(f"parallelism.{DEGREES[dim]}={n}" for dim, n in missing.items())
+        wanted = ",".join(f"{dim}={n}" for dim, n in asked.items() if n > 1)
+        more = "dp_shard=N," if "ep" in missing else ""
+        raise BadInput(
+            f"{said}: the nodes must know which ranks make a copy of the model; wanted `harness "
+            f"run --mesh {more}{wanted}`, found the mesh {mesh}"
+        )
+
+
+def lay_out(parallelism: Any, sizes: Mapping[str, int]) -> str:
+    """Set all degrees to the sizes of the run's mesh. Return a description of the change."""
+    found = {DEGREES[name]: size for name, size in sizes.items() if name in DEGREES}
+    changed = {n: s for n, s in found.items() if getattr(parallelism, n) != s}
+    for name, size in changed.items():
+        setattr(parallelism, name, size)
+    told = ", ".join(f"{name}={size}" for name, size in changed.items())
+    return f"{told}, as the mesh says" if told else ""
 
 
 def fit_degrees(parallelism: Any, world: int) -> str:
