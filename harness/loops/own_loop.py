@@ -347,10 +347,10 @@ class OwnStep:
                 strategy.micro(last=True)
             while strategy.may_repeat and strategy.again():
                 if redo is None:
+                    wider = ", or 'exact' instead of 'exact32'" * (strategy.sums == "exact32")
                     raise BadInput(
                         f"step {self.number}: a gradient did not fit into exact sums, and this "
-                        "trainer cannot do a step again; use reduce='fast', or 'exact' instead of "
-                        "'exact32'"
+                        f"trainer cannot do a step again; use reduce='fast'{wider}"
                     )
                 what = "a gradient did not fit: the step is done again"
                 work.run.warn(what, work.run.step + 1)

@@ -10,6 +10,7 @@ cloud. The controller is killed, and another one adopts the nodes; SkyPilot's AP
 restarted under it. Capacity returns, and the run moves back, because that pays. Then it is stopped,
 and resumed for its last steps. `harness prove verify` must hold, nothing may be left, and the bill must
 agree with SkyPilot's. Another run has a budget that ends in its middle: it is kept, by both bills.
+The two fine-tuning tasks are run at toy size, each with a power cut, and their weights exported.
 At last a run's controller, SkyPilot's server and its bucket vanish: its node ends by itself.
 
 What is waited for are facts; how long it takes depends on the computer: 10 minutes on an idle one
@@ -68,7 +69,28 @@ DECIDED_WITHIN_S = 5.0  # of the fact that a node is gone, while the controller 
 
 SHORT = ("begin", "losses", "stop", "check")
 LONG = ("begin", "notice", "losses", "seats", "back", "stop", "resume", "check")
-WHOLE = (*LONG, "budget", "vanish")  # the last two are runs of their own
+WHOLE = (*LONG, "budget", "finetunes", "vanish")  # the last three are runs of their own
+
+# other people's trainers, as `make adapters` installs them
+TRAINERS = Path(__file__).resolve().parent.parent.parent / ".venv-adapters"
+TOY = r"""
+import json, sys
+from pathlib import Path
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+into = Path(sys.argv[1])
+words = {w: n for n, w in enumerate(["<pad>", "<eos>", "<unk>", *(f"w{i}" for i in range(60))])}
+tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+named = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(into)
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, **heads)).save_pretrained(into)
+rows = [" ".join(f"w{(i * i + j * 7) % 60}" for j in range(24)) for i in range(400)]
+(into / "data.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+"""
 
 
 class Scene:
@@ -107,7 +129,7 @@ class Scene:
             cwd=self.lab.code,
         )
 
-    def launch(self, steps: int, budget_usd: float = 20.0) -> None:
+    def launch(self, steps: int, budget_usd: float = 20.0, **envs: str) -> None:
         command = [
             str(self.lab.venv / "bin/harness"),
             "launch",
@@ -119,9 +141,9 @@ class Scene:
             "--nodes",
             "1:2",
         ]
+        for name, value in (envs or {"STEPS": str(steps)}).items():
+            command += ["--env", f"{name}={value}"]
         command += [
-            "--env",
-            f"STEPS={steps}",
             "--budget-usd",
             str(budget_usd),
             "--move-stay-s",
@@ -342,6 +364,51 @@ class Scene:
             raise SystemExit(f"wanted no more than {most_usd:.4f} USD spent, found {bill}")
         print("The budget was kept.")
 
+    def finetunes(self) -> None:
+        """The tasks of unchanged TRL scripts, all weights and LoRA, with two ranks to each copy of a
+        toy model: a node loses its power, and the other one ends the run."""
+        if not (TRAINERS / "bin/harness").exists():
+            print("no fine-tuning: the trainers are not installed (make adapters)")
+            return
+        toy = self.lab.root / "toy"
+        toy.mkdir(exist_ok=True)
+        subprocess.run([TRAINERS / "bin/python", "-c", TOY, str(toy)], check=True)
+        self.finetune("finetune_8b", toy, "--rank 0")
+        self.finetune("finetune_70b", toy, "--rank 4")
+
+    def finetune(self, name: str, toy: Path, words: str) -> None:
+        for cluster in CLUSTERS:  # as it was, whatever happened before
+            for node in cluster.nodes:
+                if not (self.lab.root / "pids" / f"slurmd-{node}").exists():
+                    self.lab.node_up(node)
+            self.lab.resume(cluster.name)
+        often = "--nproc 2 --attach snapshot_every_steps=4"
+        self.another(name, often, task=f"{name}.yaml", venv=TRAINERS)
+        self.did(f"harness launch sky_tasks/{name}.yaml, 1 to 2 nodes")
+        args = f"--fsdp {words} --batch 2 --accumulation 4 --steps 60 --eval-every 20"
+        files = f"--model {toy} --data {toy}/data.jsonl --output-dir /tmp/{name}"
+        self.launch(0, MESH="dp_shard=2", SCRIPT_WORLD="2", ARGS=f"{args} {files}")
+        self.until("two copies of the model train", lambda: 4 in self.worlds())
+        self.goes_on("they commit a snapshot")
+        victim = self.lab.busy("east")[0]
+        self.lab.drain("east")
+        self.lab.power_off(victim)
+        self.did(f"no capacity in east; {victim} is powered off")
+        controller, self.controller = self.controller, None
+        self.until(
+            "one copy, or another two, end the run",
+            lambda: controller is not None and controller.poll() is not None,
+        )
+        self.check()
+        ended, into = self.facts(RunEnded)[-1], self.lab.root / f"{name}-weights"
+        if (ended.outcome, ended.committed_step) != ("done", 60) or "preempted" not in self.ends():
+            raise SystemExit(f"wanted it done at step 60 after a loss, found {ended}, {self.ends()}")
+        told = self.harness("snapshots", "export", self.url, str(into))
+        files_there = [p.name for p in into.rglob("*.safetensors")]
+        if told.returncode or not files_there:
+            raise SystemExit(f"wanted its weights as safetensors, found {files_there}: {told.stderr}")
+        print(f"{name}: done after a power cut; exported {', '.join(files_there)}", flush=True)
+
     def vanish(self) -> None:
         """A node whose controller, bucket and laptop are gone, each for good."""
         lease = f"--set leaderless_hours={LEASE_S / 3600:.4f}"
@@ -366,14 +433,16 @@ class Scene:
         if "No existing clusters" not in (left := self.clusters()):
             raise SystemExit(f"SkyPilot still has clusters, though their nodes have ended:\n{left}")
 
-    def another(self, name: str, flags: str = "") -> None:
-        """Turn to another run. `flags`: of its `harness run`, as its task writes them."""
+    def another(
+        self, name: str, flags: str = "", task: str = "train.yaml", venv: Path | None = None
+    ) -> None:
+        """Turn to another run. `flags`: of its `harness run`, as its task writes them; `venv`: of
+        its nodes, the lab's own if None."""
         self.url = str(self.lab.bucket / f"{name}-{int(time.time())}")
         self.store = open_store(self.url)
         self.follower, self.known, self.done = Follower(self.store), [], []
-        self.task = in_lab(
-            "train.yaml", self.lab.venv, self.lab.root / f"{name}.yaml", self.lab.code, flags=flags
-        )
+        into = self.lab.root / f"{name}.yaml"
+        self.task = in_lab(task, venv or self.lab.venv, into, self.lab.code, flags=flags)
 
     def clusters(self) -> str:
         """Those that SkyPilot has, in its words."""
