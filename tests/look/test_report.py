@@ -69,7 +69,7 @@ def test_the_summary_is_that_of_the_story(history, summary):
     assert summary.validation_name == "val_loss"
     assert [step for step, _ in summary.validation] == [20, 40, 60, 80, 100, 120]
     assert summary.losses[0] > 4 > 1.4 > summary.losses[1]
-    assert summary.samples == TOTAL * GLOBAL
+    assert summary.step == TOTAL and summary.session.global_batch == GLOBAL
     assert summary.problems == ()
 
 

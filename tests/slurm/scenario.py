@@ -52,7 +52,7 @@ from harness.core.facts import (  # noqa: E402
     Stamped,
 )
 from harness.local.metadata_server import MetadataServer, environment_of, metadata_service  # noqa: E402
-from lab import CLUSTERS, Lab  # noqa: E402
+from lab import CLUSTERS, PYTHON, Lab  # noqa: E402
 from storage.snapshots.snapshots import Snapshots  # noqa: E402
 from storage.stores.store_urls import open_store  # noqa: E402
 
@@ -90,6 +90,8 @@ heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
 LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, **heads)).save_pretrained(into)
 rows = [" ".join(f"w{(i * i + j * 7) % 60}" for j in range(24)) for i in range(400)]
 (into / "data.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+for file in into.iterdir():
+    file.chmod(0o644)  # safetensors makes its own for nobody else
 """
 
 
@@ -370,20 +372,27 @@ class Scene:
         if not (TRAINERS / "bin/harness").exists():
             print("no fine-tuning: the trainers are not installed (make adapters)")
             return
-        toy = self.lab.root / "toy"
+        toy, venv = self.lab.root / "toy", self.lab.root / "trainers"
+        if not venv.exists():  # of Debian's Python, which the nodes' user may run
+            subprocess.run([PYTHON, "-m", "venv", "--without-pip", venv], check=True)
+        [theirs], [ours] = (list(v.glob("lib/*/site-packages")) for v in (TRAINERS, venv))
+        (ours / "trainers.pth").write_text(f"{theirs}\n")
+        command = (TRAINERS / "bin/harness").read_text().partition("\n")[2]
+        (venv / "bin/harness").write_text(f"#!{venv}/bin/python\n{command}")
+        (venv / "bin/harness").chmod(0o755)
         toy.mkdir(exist_ok=True)
-        subprocess.run([TRAINERS / "bin/python", "-c", TOY, str(toy)], check=True)
-        self.finetune("finetune_8b", toy, "--rank 0")
-        self.finetune("finetune_70b", toy, "--rank 4")
+        subprocess.run([venv / "bin/python", "-c", TOY, str(toy)], check=True)
+        self.finetune("finetune_8b", venv, toy, "--rank 0")
+        self.finetune("finetune_70b", venv, toy, "--rank 4")
 
-    def finetune(self, name: str, toy: Path, words: str) -> None:
+    def finetune(self, name: str, venv: Path, toy: Path, words: str) -> None:
         for cluster in CLUSTERS:  # as it was, whatever happened before
             for node in cluster.nodes:
                 if not (self.lab.root / "pids" / f"slurmd-{node}").exists():
                     self.lab.node_up(node)
             self.lab.resume(cluster.name)
         often = "--nproc 2 --attach snapshot_every_steps=4"
-        self.another(name, often, task=f"{name}.yaml", venv=TRAINERS)
+        self.another(name, often, task=f"{name}.yaml", venv=venv)
         self.did(f"harness launch sky_tasks/{name}.yaml, 1 to 2 nodes")
         args = f"--fsdp {words} --batch 2 --accumulation 4 --steps 60 --eval-every 20"
         files = f"--model {toy} --data {toy}/data.jsonl --output-dir /tmp/{name}"

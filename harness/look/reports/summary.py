@@ -224,10 +224,6 @@ class Summary:
         found = [e.world for e in self.ledger.epochs if e.steps]
         return (min(found), max(found)) if found else (0, 0)
 
-    @property
-    def samples(self) -> int:
-        return self.step * self.session.global_batch if self.session else 0
-
 
 # ---- reading -------------------------------------------------------------------------------------
 def summarize(store: ObjectStore, now: Callable[[], float] = time.time) -> Summary:
