@@ -36,6 +36,7 @@ from harness.core.mesh import (
 from harness.core.world import BadInput, HarnessError
 from harness.node.forkserver import write_error
 from harness.node.heartbeat import ProgressFile, WorkerPhase
+from harness.worker import quantised_weights
 from harness.worker.alone import device_of
 from storage.errors import StoreError
 from storage.snapshots.restore import this_machine
@@ -54,8 +55,9 @@ def same_everywhere(
     copies: dist.ProcessGroup | None = None,
     shards: bool = True,
 ) -> None:
-    """Copy the first replica's parameters and buffers to every replica, in place. Replicas built
-    with different random numbers would otherwise train different models.
+    """Copy the first replica's parameters and buffers to every replica, in place, and the scales of
+    quantised weights. Replicas built with different random numbers would otherwise train different
+    models.
 
     `across`: the ranks at the same place of all replicas; DTensors, whose shards lie within a
     replica, are then copied too. None: every rank is a replica, and a DTensor spans all of them.
@@ -65,7 +67,11 @@ def same_everywhere(
     if not dist.is_initialized() or dist.get_world_size(across) == 1:
         return
     of_shards = across if copies is None else copies
-    tensors: Iterable[Any] = [*model.parameters(), *model.buffers()]
+    tensors: Iterable[Any] = [
+        *model.parameters(),
+        *model.buffers(),
+        *quantised_weights.live(model),
+    ]
     with torch.no_grad():
         for tensor in tensors:
             if hasattr(tensor, "to_local"):

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from harness.core.mesh import ModelMesh
 from harness.core.world import BadInput
-from harness.worker import alone
+from harness.worker import alone, quantised_weights
 from harness.worker.batches.loader import Stream
 from harness.worker.frozen_weights import Frozen
 from harness.worker.gradients.batch_norm import Norms, has_sync_norm
@@ -445,6 +445,13 @@ class Training:
                 "the optimizer holds none of the model's parameters; make it from "
                 "model.parameters() after fsdp2(model, run), before run.prepare(model, optimizer)"
             )
+        for optimizer in self.optimizers:
+            kind, sharded = type(optimizer), any(hasattr(p, "to_local") for p in held.values())
+            if sharded and kind.__module__.partition(".")[0] == "bitsandbytes":
+                raise BadInput(
+                    f"bitsandbytes' {kind.__name__} cannot step weights that are sharded; use "
+                    "torch's AdamW (optim='adamw_torch_fused'), or torchao's AdamW8bit"
+                )
         if foreign := [tuple(p.shape) for i, p in held.items() if i not in ours]:
             raise BadInput(
                 "wanted an optimizer of the model's parameters only, found "
@@ -568,6 +575,10 @@ class Training:
             return
         assert self.model is not None
         have, _ = state_tree.split(self.state())
+        for top, thing in self._saved.items():
+            # the snapshot's may have other sizes
+            for name in quantised_weights.stored(thing) if isinstance(thing, nn.Module) else ():
+                del have[f"{self._stored(top)}/{name}"]
         own = self._own_of(manifest)
         mine = {key for keys in own.values() for key in keys}
 
@@ -693,13 +704,15 @@ def state_of(thing: Any) -> Any:
     state = thing.state_dict()
     if not isinstance(thing, nn.Module):
         return state
-    return {plain_name(name): value for name, value in state.items()}
+    named = {plain_name(name): value for name, value in state.items()}
+    return named | quantised_weights.stored(thing)
 
 
 def give_state(thing: Any, state: Any) -> None:
     """Load a state that `state_of` returned, or one with any wrappers in its names."""
     if isinstance(thing, nn.Module):
         own = {plain_name(name): name for name in thing.state_dict()}
+        state = quantised_weights.load(thing, state)
         plain = ((plain_name(name), name, value) for name, value in state.items())
         state = {own.get(short, name): value for short, name, value in plain}
     thing.load_state_dict(state)

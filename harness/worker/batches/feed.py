@@ -19,6 +19,7 @@ from harness.core.batch import MAX_SAMPLES, Batching, Plan, SampleOrder, in_turn
 from harness.core.read_traffic import Traffic
 from harness.core.sample_order import Blocks, blocks_for, said_of
 from harness.core.world import BadInput
+from harness.worker import quantised_weights
 from harness.worker.batches.content_hash import content_hash
 from harness.worker.batches.loader import (
     Collate,
@@ -357,13 +358,15 @@ def _order_of(dataset: Any, batching: Batching, shuffle: bool | str | Blocks) ->
 
 def shapes_of(model: nn.Module) -> list[tuple[str, list[int], str]]:
     """Return the name, shape and dtype of each tensor that the model saves, without the parts that
-    wrappers add to names."""
+    wrappers add to names. What is stored beside quantised weights is left out: its sizes vary."""
     if isinstance(model, StagedModel) and model.total > 1:
         return model.shapes
+    tensors = {plain_name(n): t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
+    beside = quantised_weights.stored(model)
     return [
-        (plain_name(name), list(t.shape), str(t.dtype))
-        for name, t in model.state_dict().items()
-        if isinstance(t, Tensor)
+        (name, list(t.shape), str(t.dtype))
+        for name, t in tensors.items()
+        if name not in beside
     ]
 
 

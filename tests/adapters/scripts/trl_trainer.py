@@ -5,6 +5,7 @@ import argparse
 import copy
 import importlib
 import os
+import tempfile
 import time
 
 import torch
@@ -12,12 +13,22 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import (
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 p = argparse.ArgumentParser()
 p.add_argument("--kind", choices=("sft", "dpo"), default="sft")
 p.add_argument("--lora", action="store_true")
+p.add_argument("--rank", type=int, default=4)
+p.add_argument("--dora", action="store_true")
+p.add_argument("--bits", type=int, help="of the base, by bitsandbytes: 4 or 8")
+p.add_argument("--optim", default="adamw_torch")
 p.add_argument("--fsdp", action="store_true")
 p.add_argument("--epochs", type=float, default=2.0)
 p.add_argument("--sleep-s", type=float, default=0.0, help="after each step")
@@ -61,14 +72,15 @@ class Events(TrainerCallback):
 
 
 same = {
-    "output_dir": "out",
+    "output_dir": os.path.join(os.path.dirname(a.events), "out"),
     "per_device_train_batch_size": 2,
     "per_device_eval_batch_size": 2,
     "gradient_accumulation_steps": 5,
     "num_train_epochs": a.epochs,
     "learning_rate": 3e-3,
     "logging_steps": 2,
-    "eval_strategy": "steps",
+    # bitsandbytes packs 4-bit weights anew when it evaluates on CPUs, and loses bits
+    "eval_strategy": "no" if a.bits else "steps",
     "eval_steps": 3,
     "save_strategy": "no",
     "report_to": [],
@@ -78,12 +90,13 @@ same = {
     "max_length": 24,
     "seed": 7,
     "fsdp": a.fsdp,
+    "optim": a.optim,
 }
 torch.manual_seed(3)
 model = LlamaForCausalLM(
     LlamaConfig(
         vocab_size=64,
-        hidden_size=32,
+        hidden_size=64 if a.bits else 32,  # a block of bitsandbytes
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -94,11 +107,24 @@ model = LlamaForCausalLM(
         eos_token_id=2,
     )
 )
+if a.bits:
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        config = BitsAndBytesConfig(
+            load_in_8bit=a.bits == 8,
+            load_in_4bit=a.bits == 4,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_quant_storage=torch.float32 if a.fsdp else torch.uint8,
+        )
+        model = LlamaForCausalLM.from_pretrained(folder, quantization_config=config)
 more = {"processing_class": tokenizer, "callbacks": [Events()]}
 if a.lora:
     from peft import LoraConfig
 
-    more["peft_config"] = LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM")
+    more["peft_config"] = LoraConfig(
+        r=a.rank, lora_alpha=8, use_dora=a.dora, task_type="CAUSAL_LM"
+    )
 if a.kind == "sft":
     rows = [{"text": text(i, 6 + i % 9)} for i in range(46)]
     trainer = SFTTrainer(
