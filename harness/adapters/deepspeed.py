@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from harness.core.world import BadInput
+from harness.worker.alone import world
 from storage.tensors.flat_shards import Pieces
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _of_stage_3(zero: Any) -> list[ZeroPart]:
 
 def _of_rank(p: Any) -> tuple[int, int]:
     """Return this rank's first element and count for a ZeRO-3 parameter; the rest is padding."""
-    size, rank = int(p.ds_tensor.ds_numel), torch.distributed.get_rank(p.ds_process_group)
+    size, rank = int(p.ds_tensor.ds_numel), p.ds_process_group.rank()
     first = min(rank * size, int(p.ds_numel))
     return first, min(size, int(p.ds_numel) - first)
 
@@ -180,7 +180,7 @@ def deepspeed(
     and learning rate are the engine's (`gradient_clipping`, `fp16`, `scheduler`). Raises BadInput,
     naming the feature, if the engine uses one that is not supported.
     """
-    check(engine, run)
+    check(engine, run.world, "harness.deepspeed(engine, run)")
     optimizer = ZeroOptimizer(engine)
     # DeepSpeed owns the loss scale of fp16; the session must know that norms may be infinite
     scaler = ZeroScaler(engine) if engine.fp16_enabled() else None
@@ -196,12 +196,13 @@ def deepspeed(
     return engine
 
 
-def check(engine: Any, run: Session) -> None:
-    """Raise BadInput unless the engine can be trained and saved as it is."""
+def check(engine: Any, ranks: int, who: str) -> None:
+    """Raise BadInput unless the engine can be trained and saved as it is. `ranks`: those that it
+    must span; `who`: what messages begin with."""
     kinds = {cls.__name__ for cls in type(engine).__mro__}
     if "DeepSpeedEngine" not in kinds:
         raise BadInput(
-            f"harness.deepspeed(engine, run): wanted what deepspeed.initialize(...) returns first, "
+            f"{who}: wanted what deepspeed.initialize(...) returns first, "
             f"found {type(engine).__name__}; pip install deepspeed, or use harness.fsdp2(model, "
             "run), which needs nothing else"
         )
@@ -210,7 +211,7 @@ def check(engine: Any, run: Session) -> None:
     stage = int(engine.zero_optimization_stage())
     wanted = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
     found = type(engine.optimizer).__name__
-    ranks = dist.get_world_size(engine.data_parallel_group)
+    spanned = engine.data_parallel_group.size()
     for wrong, what, instead in (
         (
             "PipelineEngine" in kinds,
@@ -224,8 +225,8 @@ def check(engine: Any, run: Session) -> None:
             '{"grad_accum_dtype": "bf16"}}, or stage 2',
         ),
         (
-            ranks != run.world,
-            f"all {run.world} ranks data-parallel, found {ranks} (tensor or sequence parallelism?)",
+            spanned != ranks,
+            f"all {ranks} ranks data-parallel, found {spanned} (tensor or sequence parallelism?)",
             "leave mpu and tensor_parallel out",
         ),
         (
@@ -256,14 +257,14 @@ def check(engine: Any, run: Session) -> None:
         ),
     ):
         if wrong:
-            raise BadInput(f"harness.deepspeed(engine, run): wanted {what}; {instead}")
+            raise BadInput(f"{who}: wanted {what}; {instead}")
     for thing, names in (
         (engine, USED["engine"]),
         (engine.optimizer, (*USED["optimizer"], *OF_STAGE[stage])),
     ):
         if missing := [name for name in names if not hasattr(thing, name)]:
             raise BadInput(
-                f"harness.deepspeed: {type(thing).__name__} of deepspeed {package.__version__} has "
+                f"{who}: {type(thing).__name__} of deepspeed {package.__version__} has "
                 f"no {', '.join(missing)}; use deepspeed 0.19, which this was written for"
             )
 
@@ -276,9 +277,9 @@ class Zero:
     equal_rounds, may_repeat = True, False
     sums, replica_ranks = "fast", 1
 
-    def __init__(self, engine: Any, optimizer: ZeroOptimizer, world: int):
+    def __init__(self, engine: Any, optimizer: ZeroOptimizer, ranks: int):
         self.name = f"zero{int(engine.zero_optimization_stage())}"
-        self._engine, self._optimizer, self._world = engine, optimizer, world
+        self._engine, self._optimizer, self._ranks = engine, optimizer, ranks
         self._micro_batches = 1
 
     def start(self, micro_batches: int) -> None:
@@ -290,7 +291,7 @@ class Zero:
     def backward(self, loss: torch.Tensor) -> None:
         """Scale the loss so that the engine's average over ranks becomes one over micro-batches.
         Sums of many losses might not fit fp16."""
-        scaled = loss * (self._world / self._micro_batches)
+        scaled = loss * (self._ranks / self._micro_batches)
         self._engine.backward(scaled, scale_wrt_gas=False)
 
     def micro_done(self) -> None: ...
@@ -306,6 +307,7 @@ class Zero:
         scale = float(self._engine.optimizer.loss_scale)
         self._optimizer.divisor = scale * float(weight) / self._micro_batches
 
+    @world.outside()
     def norm(self) -> torch.Tensor:
         zero = self._engine.optimizer
         if hasattr(zero, "scaled_global_norm"):
@@ -359,6 +361,7 @@ class ZeroModel(nn.Module):
             for name, t in found.items()
         }
 
+    @world.outside()
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load values: pieces are filled in place, what ZeRO-3 keeps gathered is gathered again."""
         now = self.state_dict()
@@ -395,6 +398,10 @@ class ZeroOptimizer:
         (`storage.tensors.loading.like_parameters`)."""
         return [part.of(part.flat) for part in self._parts]
 
+    def take_weights(self) -> None:
+        """Let the optimizer's copy of the parameters equal the model's."""
+        take_state(self._parts, self._engine.optimizer.optimizer, {})
+
     def step(self) -> None:
         zero = self._engine.optimizer
         zero.custom_loss_scaler, zero.external_loss_scale = True, self.divisor
@@ -424,6 +431,7 @@ class ZeroOptimizer:
             "scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else {},
         }
 
+    @world.outside()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         engine, zero = self._engine, self._engine.optimizer
         for group, saved in zip(zero.param_groups, state["param_groups"], strict=True):

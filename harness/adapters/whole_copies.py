@@ -24,19 +24,31 @@ from harness.worker.session import Session
 
 
 def shard_on_cpu(module: Any) -> None:
-    """Patch `module`, which is accelerate.state, to shard by FSDP2 on CPUs too when asked, for
-    trials without a GPU; Accelerate's own look is at accelerators only."""
-    state = module.AcceleratorState
+    """Patch `module`, which is accelerate.state, to shard by FSDP2 or DeepSpeed on CPUs too when
+    asked, for trials without a GPU; Accelerate's own look is at accelerators only."""
+    state, kinds = module.AcceleratorState, module.DistributedType
     original = state.__init__
 
-    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
-        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if fsdp_plugin is None or self.distributed_type.name != "MULTI_CPU":
+    def init(
+        self: Any,
+        *args: Any,
+        fsdp_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        plugins = {"fsdp_plugin": fsdp_plugin, "deepspeed_plugin": deepspeed_plugin}
+        original(self, *args, **plugins, **kwargs)
+        if self.distributed_type.name != "MULTI_CPU":
             return
-        if self._mixed_precision != "no":
-            fsdp_plugin.set_mixed_precision(self._mixed_precision)
-        self.fsdp_plugin = fsdp_plugin
-        self.distributed_type = module.DistributedType.FSDP
+        if deepspeed_plugin is not None:
+            deepspeed_plugin.set_mixed_precision(self._mixed_precision)
+            deepspeed_plugin.select(_from_accelerator_state=True)
+            self.deepspeed_plugins, self._mixed_precision = deepspeed_plugin, "no"
+            self.distributed_type = kinds.DEEPSPEED
+        elif fsdp_plugin is not None:
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            self.fsdp_plugin, self.distributed_type = fsdp_plugin, kinds.FSDP
         module.PartialState._shared_state["distributed_type"] = self.distributed_type
 
     state.__init__ = init

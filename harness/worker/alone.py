@@ -173,6 +173,7 @@ class HiddenWorld:
 
     def __init__(self) -> None:
         self._ours: Any = None
+        self._theirs: Any = None
         self._depth = 0
         self.hidden = False
 
@@ -202,7 +203,7 @@ class HiddenWorld:
         if not self.hidden or self._depth:
             yield
             return
-        theirs = c10d.GroupMember.WORLD
+        theirs = self._theirs = c10d.GroupMember.WORLD
         c10d._update_default_pg(self._ours)
         self._depth += 1
         try:
@@ -210,6 +211,19 @@ class HiddenWorld:
         finally:
             self._depth -= 1
             c10d._update_default_pg(theirs)
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """Put the script's group back within `inside`, for a library that asks for its ranks in
+        groups which it made of those. A context manager or decorator."""
+        if not self._depth:
+            yield
+            return
+        c10d._update_default_pg(self._theirs)
+        try:
+            yield
+        finally:
+            c10d._update_default_pg(self._ours)
 
     def _destroy(self, group: Any = None) -> None:
         """Replace torch's `destroy_process_group` for the script. torch's own, which a script may

@@ -67,19 +67,25 @@ class Pieces(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        how = kwargs or {}
         if func is torch.ops.aten.detach.default:
             return args[0]._like(lambda box: box)
-        if func is torch.ops.aten.empty_like.default:
-            dtype = (kwargs or {}).get("dtype")
-            return args[0]._like(lambda box: torch.empty_like(box, dtype=dtype), dtype)
+        if func in (torch.ops.aten.empty_like.default, torch.ops.aten._to_copy.default):
+            kept = {key: how[key] for key in ("dtype", "device") if how.get(key) is not None}
+            return args[0]._like(lambda box: func(box, **kept), **kept)
+        if func is torch.ops.aten.copy_.default:
+            args[0].copy_from(args[1])
+            return args[0]
         raise NotImplementedError(
             f"{func} of Pieces: it stands for a tensor in snapshots and has no arithmetic; use "
             "its boxes"
         )
 
-    def _like(self, made: Any, dtype: torch.dtype | None = None) -> Pieces:
+    def _like(
+        self, made: Any, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> Pieces:
         boxes = {offsets: made(box) for offsets, box in self.boxes.items()}
-        return Pieces(self.shape, boxes, dtype or self.dtype, self.device)
+        return Pieces(self.shape, boxes, dtype or self.dtype, device or self.device)
 
     # ---- interface for the planners of torch.distributed.checkpoint ------------------------------
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:

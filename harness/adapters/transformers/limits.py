@@ -41,10 +41,11 @@ def check(trainer: Any, run: Session) -> None:
 
 def check_arguments(args: Any, copy_ranks: int) -> None:
     """Raise BadInput for arguments with which no Trainer could be made."""
-    if args.fsdp and copy_ranks == 1:
+    if (args.fsdp or args.deepspeed) and copy_ranks == 1:
+        what = "deepspeed" if args.deepspeed else "fsdp"
         raise BadInput(
-            "transformers: fsdp shards the model over several ranks, and here each rank is a copy "
-            "of the model; say how many ranks share one: `harness run --mesh dp_shard=8`"
+            f"transformers: {what} shards the model over several ranks, and here each rank is a "
+            "copy of the model; say how many ranks share one: `harness run --mesh dp_shard=8`"
         )
 
 
@@ -65,12 +66,6 @@ def _refusals(trainer: Any, device: str, copy_ranks: int) -> Iterator[tuple[str,
         yield (
             "auto_find_batch_size=True would change the batch of a step in the middle of the run",
             "set it to False and choose per_device_train_batch_size",
-        )
-    if trainer.is_deepspeed_enabled:
-        yield (
-            "deepspeed shards the model in buffers of its own",
-            "shard with fsdp=True instead, or run with --adapt none (it then keeps its own "
-            "checkpoints)",
         )
     yield from _of_copies(trainer, copy_ranks)
     if getattr(args, "parallelism_config", None) is not None:
@@ -114,11 +109,11 @@ def _of_copies(trainer: Any, copy_ranks: int) -> Iterator[tuple[str, str]]:
         return
     args, loaded = trainer.args, getattr(trainer, "is_distributed_loading_by_transformers", False)
     sharded = trainer.is_fsdp_enabled or args.fsdp
-    if not (sharded or loaded):
+    if not (sharded or loaded or trainer.is_deepspeed_enabled):
         yield (
             f"{copy_ranks} ranks shall share a copy of the model, but the Trainer splits none",
-            "set fsdp=True in its arguments, load the model with distributed_config, or leave out "
-            "--mesh",
+            "set fsdp=True or deepspeed in its arguments, load the model with distributed_config, "
+            "or leave out --mesh",
         )
     if sharded and not trainer.accelerator.is_fsdp2:
         yield (

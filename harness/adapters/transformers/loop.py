@@ -10,9 +10,11 @@ whether to go on.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from harness.adapters.deepspeed_copies import EngineOfCopy
 from harness.adapters.transformers import limits
 from harness.adapters.transformers.data import SharedEvaluation, TrainerFeed, shares_losses, spelled
 from harness.adapters.transformers.ranks_together import AllRanks, Hooks, Original
@@ -25,6 +27,7 @@ from harness.core.world import BadInput
 from harness.loops.own_loop import OwnLoop, own_loop, script_world
 from harness.worker.batches.loader import seed_everything
 from harness.worker.session import Session
+from harness.worker.training_state import Judged
 
 # decisions of callbacks
 FLAGS = (
@@ -160,15 +163,7 @@ class HostedTrainer:
         feed = TrainerFeed(plan.loader, accumulation, seed, first, tell, parts)
         model, _ = trainer._prepare_for_training(max_steps, plan.loader, None)
         self._prepared = model, feed
-        plain = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
-        self._run.prepare(
-            plain,
-            getattr(trainer.optimizer, "optimizer", trainer.optimizer),
-            scheduler=trainer.lr_scheduler,
-            scaler=trainer.accelerator.scaler,
-            state={**self._kept.named(), "data": feed, **self._extra},
-            strategy=copies_of(self._run, plain),
-        )
+        settle = self._prepare(model, feed)
         with self._kept.loading():
             self._loop = own_loop(
                 self._run,
@@ -182,14 +177,41 @@ class HostedTrainer:
                 reading_ranks=parts,
             )
         feed.share(self._loop.share, self._loop.reading.number)
-        steps = self._steps = TrainerSteps(
-            trainer, self._company, self._loop, plan.sized, UnusedParameters(self._run, plain)
-        )
+        steps = self._steps = TrainerSteps(trainer, self._company, self._loop, plan.sized, settle)
         put = self._hooks.put
         put(trainer, "get_batch_samples", steps.get_batch_samples)
         put(trainer, "training_step", steps.training_step)
         put(trainer, "floating_point_ops", steps.floating_point_ops)
         put(trainer, "_track_num_input_tokens", steps.track_num_input_tokens)
+
+    def _prepare(self, model: Any, feed: TrainerFeed) -> Callable[[Judged], None]:
+        """Prepare what the Trainer trains. Return what to do with each step's sums before its
+        optimizer steps."""
+        trainer, run = self._trainer, self._run
+        if trainer.is_deepspeed_enabled:
+            engine = EngineOfCopy(run, model, "transformers")
+            self._hooks.put(
+                trainer.accelerator.deepspeed_engine_wrapped, "backward", engine.backward
+            )
+            run.prepare(
+                engine.model,
+                engine.optimizer,  # type: ignore[arg-type] # all that is used of one
+                scheduler=engine.scheduler(trainer.lr_scheduler),
+                state={**self._kept.named(engine.model), "data": feed, **self._extra},
+                strategy=engine.strategy,
+            )
+            return engine.step
+        plain = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+        run.prepare(
+            plain,
+            getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+            scheduler=trainer.lr_scheduler,
+            scaler=trainer.accelerator.scaler,
+            state={**self._kept.named(trainer.model), "data": feed, **self._extra},
+            strategy=copies_of(run, plain),
+        )
+        unused = UnusedParameters(run, plain)
+        return lambda judged: unused.drop()
 
     def _prepare_for_training(
         self, original: Original, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.adapters.deepspeed import pieces_of
 from harness.adapters.transformers.ranks_together import AllRanks, Meters
 from harness.adapters.whole_copies import reshard
 
@@ -304,7 +305,8 @@ class BestWeights:
 
     def _trained(self) -> Iterator[tuple[str, torch.Tensor]]:
         reshard(self._model)
-        yield from ((n, p) for n, p in self._model.named_parameters() if p.requires_grad)
+        trained = ((n, p) for n, p in self._model.named_parameters() if p.requires_grad)
+        yield from ((n, pieces_of(p) if hasattr(p, "ds_tensor") else p) for n, p in trained)
         kept = self._model.state_dict(keep_vars=True)
         yield from ((n, b) for n, b in self._model.named_buffers() if n in kept)
 
@@ -316,9 +318,8 @@ class BestWeights:
 
     def put(self) -> None:
         """Restore the model to the best weights."""
-        with torch.no_grad():
-            for name, tensor in self._trained():
-                tensor.copy_(self._copy[name])
+        reshard(self._model)
+        self._model.load_state_dict(self._copy, strict=False)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "weights": self._copy}
@@ -344,12 +345,12 @@ class TrainerKept:
         self.best: BestWeights | None = None
         self._trainer = trainer
 
-    def named(self) -> dict[str, Any]:
-        """Return the state by the names under which it is stored. The model must exist."""
+    def named(self, model: nn.Module) -> dict[str, Any]:
+        """Return the state by the names under which it is stored. `model`: that is trained."""
         trainer = self._trainer
         state: dict[str, Any] = {"trainer": self.memory, "callbacks": self.tensors}
         if trainer.args.load_best_model_at_end:
-            self.best = state["best"] = BestWeights(trainer.model)
+            self.best = state["best"] = BestWeights(model)
         if getattr(trainer.args, "sync_ref_model", False):  # a TRL option: an average of the model
             state["ref_model"] = trainer.ref_model
         return state

@@ -8,17 +8,17 @@ training_step of the last entry returns with gradients, losses and counts of all
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from harness.adapters.transformers.ranks_together import AllRanks, Meters, Original
-from harness.adapters.unused_parameters import UnusedParameters
 from harness.core.world import BadInput
 from harness.loops.own_loop import OwnLoop, OwnStep
 from harness.loops.shared_batches import Share
+from harness.worker.training_state import Judged
 
 
 @dataclass
@@ -38,14 +38,19 @@ class CurrentStep:
 
 
 class TrainerSteps:
-    """The steps of a Trainer. `sized`: the Trainer knows the number of batches per epoch;
-    `batches`: batches of this epoch that are done or begun."""
+    """The steps of a Trainer. `sized`: the Trainer knows the number of batches per epoch; `settle`:
+    called once gradients are summed; `batches`: batches of this epoch that are done or begun."""
 
     def __init__(
-        self, trainer: Any, company: AllRanks, loop: OwnLoop, sized: bool, unused: UnusedParameters
+        self,
+        trainer: Any,
+        company: AllRanks,
+        loop: OwnLoop,
+        sized: bool,
+        settle: Callable[[Judged], None],
     ):
         self._trainer, self._company, self._loop, self._sized = trainer, company, loop, sized
-        self._unused = unused
+        self._settle = settle
         self._meters = Meters.of(trainer)
         self._flos_of, self._track = trainer.floating_point_ops, trainer._track_num_input_tokens
         self._now: CurrentStep | None = None
@@ -123,7 +128,7 @@ class TrainerSteps:
                 self._micro(original, model, again, num_items_in_batch)
 
         now.own.sync(redo=redo)
-        self._unused.drop()
+        self._settle(now.own.judged)
         return self._add_up(now)
 
     def _micro(self, original: Original, model: Any, m: int, num_items: Any) -> None:

@@ -43,14 +43,19 @@ class SummedCopies(InParts):
         for p in self.parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        if self._across.size() == 1:
-            return
-        for bucket in _buckets(self._local()):
-            flat = torch.cat([grad.reshape(-1) for grad in bucket])
-            dist.all_reduce(flat, group=self._across)
-            parts = torch.split(flat, [grad.numel() for grad in bucket])
-            for grad, summed in zip(bucket, parts, strict=True):
-                grad.copy_(summed.view_as(grad))
+        sum_over(self._across, self._local())
+
+
+def sum_over(group: dist.ProcessGroup, grads: Iterable[torch.Tensor]) -> None:
+    """Add up over `group` what each of its ranks holds, in place."""
+    if group.size() == 1:
+        return
+    for bucket in _buckets(grads):
+        flat = torch.cat([grad.reshape(-1) for grad in bucket])
+        dist.all_reduce(flat, group=group)
+        parts = torch.split(flat, [grad.numel() for grad in bucket])
+        for grad, summed in zip(bucket, parts, strict=True):
+            grad.copy_(summed.view_as(grad))
 
 
 def _buckets(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -32,6 +32,7 @@ p.add_argument("--stream", action="store_true")
 p.add_argument("--workers", type=int, default=0)
 p.add_argument("--logging-steps", type=int, default=1)
 p.add_argument("--fsdp", action="store_true")
+p.add_argument("--deepspeed", help="a DeepSpeed config file")
 p.add_argument("--weights", help="a folder to load the model from, with --split")
 p.add_argument("--split", type=json.loads, help="a DistributedConfig, as JSON")
 a = p.parse_args()
@@ -130,6 +131,7 @@ args = TrainingArguments(
     disable_tqdm=True,
     seed=7,
     fsdp=a.fsdp,
+    deepspeed=a.deepspeed,
     save_only_model=bool(a.split),
 )
 torch.manual_seed(3)
