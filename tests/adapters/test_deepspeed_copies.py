@@ -100,13 +100,15 @@ def test_copies_of_other_sizes_with_a_scheduler_of_deepspeeds(tmp_path, stage):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mesh", "config", "says"),
+    ("stage", "ranks", "mesh", "more", "says"),
     [
-        (1, (), {}, "`harness run --mesh dp_shard=8`"),
-        (2, COPIES, {"fp16": {"enabled": True}}, "use bf16"),
+        (1, 1, (), {}, "`harness run --mesh dp_shard=8`"),
+        (0, 2, COPIES, {}, "set zero_optimization.stage to 1, 2 or 3"),
+        (2, 4, COPIES, {"offload_optimizer": {"device": "cpu"}}, "let all ranks share one copy"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(tmp_path, ranks, mesh, config, says):
-    one = zero(tmp_path / "one", 2, "--max-steps", 1, config=config)
+def test_what_does_not_fit_is_refused_by_name(tmp_path, stage, ranks, mesh, more, says):
+    own = {"zero_force_ds_cpu_optimizer": False}  # DeepSpeed's would be compiled
+    one = zero(tmp_path / "one", stage, "--max-steps", 1, config=own, **more)
     assert one.agent(ranks, *mesh, "--script-world", "2").wait(120) != 0
     assert says in one.output()

@@ -59,6 +59,15 @@ def test_it_is_loaded_whole_and_as_other_pieces():
     assert torch.equal(found, flat[100:]) and held_numel(made["a"]) == 20
 
 
+def test_pieces_are_copied_to_a_host_and_back():
+    pieces = Pieces.of_flat((4, 3), 2, torch.arange(7.0))
+    kept = pieces.detach().to("cpu", copy=True)
+    pieces.boxes[0, 2].fill_(9.0)
+    assert kept.boxes[0, 2].item() == 0.0
+    pieces.copy_(kept)
+    assert pieces.boxes[0, 2].item() == 0.0 and held_numel(kept) == 7
+
+
 def test_a_hole_is_refused_and_there_is_no_arithmetic():
     gap = Pieces.of_flat((4, 3), 1, torch.ones(11))
     with pytest.raises(SnapshotCorrupt, match="has 12 elements, its chunks hold 11"):

@@ -80,6 +80,8 @@ def test_copies_meet_apart_and_their_gradients_are_summed(tmp_path):
         for ours, theirs in zip(plain.parameters(), wanted.parameters(), strict=True):
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
         with hidden.inside():
+            with hidden.outside():
+                assert (dist.get_world_size(), dist.get_rank()) == (2, rank % 2)
             assert dist.get_world_size() == 4
             dist.barrier()
 

@@ -41,8 +41,9 @@ def check(trainer: Any, run: Session) -> None:
 
 def check_arguments(args: Any, copy_ranks: int) -> None:
     """Raise BadInput for arguments with which no Trainer could be made."""
-    if (args.fsdp or args.deepspeed) and copy_ranks == 1:
-        what = "deepspeed" if args.deepspeed else "fsdp"
+    zero = getattr(args, "deepspeed_plugin", None) is not None
+    if (args.fsdp or zero) and copy_ranks == 1:
+        what = "deepspeed" if zero else "fsdp"
         raise BadInput(
             f"transformers: {what} shards the model over several ranks, and here each rank is a "
             "copy of the model; say how many ranks share one: `harness run --mesh dp_shard=8`"
