@@ -197,8 +197,7 @@ def deepspeed(
 
 
 def check(engine: Any, ranks: int, who: str) -> None:
-    """Raise BadInput unless the engine can be trained and saved as it is. `ranks`: those that it
-    must span; `who`: what messages begin with."""
+    """Raise BadInput, beginning with `who`, unless `engine` spans `ranks` and can be kept."""
     kinds = {cls.__name__ for cls in type(engine).__mro__}
     if "DeepSpeedEngine" not in kinds:
         raise BadInput(
