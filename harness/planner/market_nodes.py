@@ -1,8 +1,8 @@
 """Nodes on a recorded market: which are given, what they do, which are taken, and what they cost.
 
 The mechanics of every replay, `market_replay.py` and `fast_replay.py`. Time passes in the market's
-ticks. A node is given if its zone has room, is billed from then on at the price of each tick, and
-trains `changeover_s` later. At a tick's beginning the nodes for which their zone has no more room
+ticks. A node is given if its zone has room, is billed from then on at the price of each tick, for
+at least a minute as clouds do, and trains `changeover_s` later. At a tick's beginning the nodes for which their zone has no more room
 are taken, the newest first. With `lost_s` a node that was training takes that much work of all with
 it, as far as it is not committed.
 
@@ -27,6 +27,7 @@ from harness.core.world import Node, NodeState, Offer
 from harness.planner.traces import ZoneTrace
 
 STEP_S = 60.0  # duration of a step on all nodes
+LEAST_BILLED_S = 60.0  # of each node: AWS and GCP bill by the second after the first minute
 ON_DEMAND = "/on-demand"  # suffix of the names of on-demand offers
 
 # (a node's offer, given at (hours), gone at (hours), whether it was preempted)
@@ -88,6 +89,12 @@ class FleetBill:
     done_s: float | None = None
     moves: int = 0
     losses: int = 0
+
+    def add(self, nodes: int, usd_per_h: float, seconds: float, spot: bool) -> None:
+        """Bill this many nodes of one price."""
+        self.usd += nodes * usd_per_h * seconds / 3600
+        self.paid_s += nodes * seconds
+        self.on_demand_s += 0.0 if spot else nodes * seconds
 
     @property
     def goodput(self) -> float:
@@ -219,7 +226,10 @@ class MarketFleet:
             return None
         del self._by_offer[node.offer.name][attempt]
         self._training.gone(node)
-        self.spans.append((node.offer.name, (node.up_s or 0.0) / 3600, at_s / 3600, taken))
+        up_s = node.up_s or 0.0
+        if (unbilled_s := LEAST_BILLED_S - (at_s - up_s)) > 0:
+            self.bill.add(1, node.usd_per_h, unbilled_s, node.offer.spot)
+        self.spans.append((node.offer.name, up_s / 3600, at_s / 3600, taken))
         return node
 
     def up_of(self, name: str) -> int:
@@ -235,11 +245,9 @@ class MarketFleet:
         seconds = end_s - since_s
         for name, there in self._by_offer.items():
             if there:
-                on_demand = name.endswith(ON_DEMAND)
-                usd_per_h = self.job.on_demand_usd_per_h if on_demand else self._price(name)
-                bill.usd += len(there) * usd_per_h * seconds / 3600
-                bill.paid_s += len(there) * seconds
-                bill.on_demand_s += len(there) * seconds if on_demand else 0.0
+                spot = not name.endswith(ON_DEMAND)
+                usd_per_h = self._price(name) if spot else self.job.on_demand_usd_per_h
+                bill.add(len(there), usd_per_h, seconds, spot)
         if bill.work >= self.job.work - 1e-6 and bill.done_s is None:
             bill.done_s = end_s
         self.tick += 1

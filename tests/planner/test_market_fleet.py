@@ -41,6 +41,18 @@ def test_what_is_given_is_billed_at_once_and_works_after_the_changeover():
     assert fleet.bill.paid_s == 6 * 600
 
 
+def test_a_node_that_is_ended_at_once_is_billed_for_a_minute():
+    fleet = fleet_of(zone("a", [2] * 12, [3.0] * 12))
+    launch(fleet, "a", "a" + ON_DEMAND)
+    assert fleet.end(1, 0.0) is not None and fleet.end(2, 0.0) is not None
+    assert fleet.bill.usd == pytest.approx((3.0 + fleet.job.on_demand_usd_per_h) / 60)
+    assert fleet.bill.paid_s == 2 * 60 and fleet.bill.on_demand_s == 60
+    launch(fleet, "a", first=3)
+    fleet.work()
+    fleet.end(3, TICK_S)  # by the second after that
+    assert fleet.bill.paid_s == 2 * 60 + TICK_S
+
+
 def test_a_begin_in_the_middle_of_a_tick_and_the_end_of_the_work():
     fleet = fleet_of(zone("a", [4] * 20), nodes=(1, 2), changeover_s=900.0, work_h=0.5)
     launch(fleet, "a", "a")
