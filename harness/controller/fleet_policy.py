@@ -196,10 +196,11 @@ class FleetHours:
     kept: float
     lost: float
 
-    def safe(self, share: float, strikes: float) -> bool:
+    def safe(self, share: float, strikes: float, idle: float) -> bool:
         """Return whether the rest can still be done on demand in time if `share` of the fleet is
-        missing, or lost at once, after `strikes` strikes that lose the newest work."""
-        return self.time - self.work >= share * self.kept + strikes * self.lost
+        missing, or lost at once, after `strikes` strikes that lose the newest work. `idle`: hours
+        of the whole fleet until all that was asked for is at work."""
+        return self.time - self.work - idle >= share * self.kept + strikes * self.lost
 
 
 @dataclass(frozen=True)
@@ -303,17 +304,20 @@ class FleetCase:
         return Terminate(first, CHEAPER_LATER, GRACE_S, tuple(others))
 
     def _safe(self, nodes: int) -> bool:
-        """Return `FleetHours.safe` for `nodes` nodes on spot or missing, and those yet to begin."""
-        missing = nodes + self._begun
+        """Return `FleetHours.safe` for `nodes` nodes that are on spot or missing."""
         begin = self._strikes_per_h * self.hours.begin
         strikes = min(nodes / self._at_once, begin + 2 * math.sqrt(begin))
-        return self.hours.safe(missing / self.most, max(1.0, strikes))
+        return self.hours.safe(nodes / self.most, max(1.0, strikes), self._idle_h)
 
     @functools.cached_property
-    def _begun(self) -> int:
-        """The number of nodes that have yet to begin, besides those that stand in for others."""
+    def _idle_h(self) -> float:
+        """Hours of the whole fleet until all nodes train, besides those that stand in for
+        others."""
+        now_s, begin_h = self.view.now_s, SAFE * self.hours.begin
         begun = not_at_work(self.view, self.rented + self.bought)
-        return sum(node.attempt not in self.view.standing_in for node in begun)
+        alone = [node for node in begun if node.attempt not in self.view.standing_in]
+        yet_h = sum(max(0.0, begin_h - (now_s - node.asked_s) / 3600) for node in alone)
+        return yet_h / self.most
 
     def _replaced(self) -> set[int]:
         """Return the nodes that a spot node is about to replace."""
@@ -350,7 +354,7 @@ class FleetCase:
         spent, there is no time for spot any more, however much of it there is."""
         hours = self.hours
         begins = RESTLESS * self._loss_per_h * self.room.usual * hours.time
-        losses_h = begins * hours.begin + begins * self.most * hours.lost / self._at_once / RESTLESS
+        losses_h = begins * hours.begin + self._again * self.room.usual * hours.time
         return hours.time - hours.work < hours.kept + losses_h + more_h
 
     def _missing_usd(self, missing: int) -> float:
@@ -361,10 +365,12 @@ class FleetCase:
     def _may_be_lost(self) -> Node | None:
         """Return a spot node to be replaced since there is no time any more for the work that goes
         with it; None if there is none."""
-        if not self.hours.lost or self._safe(len(self.rented)):
+        if not self.hours.lost:
             return None
-        replaced = set(self.view.standing_in.values())
-        return next((node for node in self.rented if node.attempt not in replaced), None)
+        # a node that is backed by one on demand costs no time when it is lost
+        backed = {*self.view.standing_in, *self.view.standing_in.values()}
+        alone = [node for node in self.rented if node.attempt not in backed]
+        return alone[0] if alone and not self._safe(len(alone)) else None
 
     def _may_go(self) -> bool:
         """Return whether spot alone will be in time, at less cost."""
@@ -379,7 +385,10 @@ class FleetCase:
     @functools.cached_property
     def _again(self) -> float:
         """The share of its work that a whole fleet on spot does again, since losses undo it."""
-        return self._strikes_per_h * (self._snapshots.lost_s / 3600 if self.spot else 0.0)
+        if not self.spot:
+            return 0.0
+        # two strikes in a row lose the work between them once
+        return 1 - math.exp(-self._strikes_per_h * self._snapshots.lost_s / 3600)
 
     @functools.cached_property
     def _strikes_per_h(self) -> float:

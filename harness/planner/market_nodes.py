@@ -2,9 +2,9 @@
 
 The mechanics of every replay, `market_replay.py` and `fast_replay.py`. Time passes in the market's
 ticks. A node is given if its zone has room, is billed from then on at the price of each tick, for
-at least a minute as clouds do, and trains `changeover_s` later. At a tick's beginning the nodes for which their zone has no more room
-are taken, the newest first. With `lost_s` a node that was training takes that much work of all with
-it, as far as it is not committed.
+at least a minute as clouds do, and trains `changeover_s` later. At a tick's beginning the nodes for
+which their zone has no more room are taken, the newest first. With `lost_s` a node that was
+training takes that much work of all with it, as far as it is not committed.
 
 As in a real run, nodes train together if they reach each other, that is in one place: where the
 last world was, for as long as one of its nodes remains. While one node replaces another there may

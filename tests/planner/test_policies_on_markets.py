@@ -119,6 +119,14 @@ def test_a_fleet_leaves_a_place_that_shrinks_and_not_when_it_is_too_late():
     assert not ended.missed and ended.moves == 0
 
 
+def test_a_fleet_that_has_begun_on_spot_is_not_bought_a_second_time():
+    """Whatever a loss would cost, there is none: all of the work is done on the first nodes."""
+    always = ZoneTrace("a", 600.0, np.full(200, 16))
+    job = ReplayJob(8.0, 8.8, nodes=(1, 16), changeover_s=600.0, lost_s=600.0)
+    found = play([always], 0, job, deadline)
+    assert (found.launches, found.on_demand_h, found.missed) == (16, 0.0, False)
+
+
 def test_every_decision_of_a_window_is_explained():
     """In the order of time, with what was there, and as often as it was made."""
     ticks = np.arange(400)
