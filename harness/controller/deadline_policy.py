@@ -471,17 +471,21 @@ class NodeCase:
 # A wrapper that keeps a deadline for any policy, by on-demand nodes as late as possible.
 
 
-def by_deadline(policy: Policy, *, hours: float | None = None) -> Policy:
+def by_deadline(policy: Policy, *, hours: float | None = None, early: float = 0) -> Policy:
     """Return `policy` wrapped so that the run meets its deadline. `policy` decides until no time
     is left for another interruption; from then on only on-demand nodes are launched, up to
     `max_nodes`, in the place of the others, and nodes that are up there stay.
 
-    `hours`: from the start of this launch of the run; without it, the deadline of `--deadline`. If
-    the remaining work is unknown (`Estimates.left`), or nothing is on demand, `policy` decides.
+    Until then `policy` sees spot only, where any is offered: most policies would buy on demand
+    whenever spot has no room. `early=1` shows it on-demand offers as well. `hours`: from the start
+    of this launch of the run; without it, the deadline of `--deadline`. If the remaining work is
+    unknown (`Estimates.left`), or nothing is on demand, `policy` decides.
     """
     if hours is not None and not hours > 0:
         raise BadInput(f"by_deadline: wanted hours above 0, found {hours:g}")
-    return _ByDeadline(policy, hours)
+    if early not in (0, 1):
+        raise BadInput(f"by_deadline: wanted early=0 or early=1, found {early!r}")
+    return _ByDeadline(policy, hours, bool(early))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -496,6 +500,7 @@ class _ByDeadline:
 
     policy: Policy
     hours: float | None
+    early: bool
 
     def __call__(self, view: View) -> Decision:
         deadline_s = view.known.deadline_s
@@ -514,7 +519,7 @@ class _ByDeadline:
         changeover_s = view.known.changeover_s
         if spare_s <= 2 * changeover_s:
             return self._last_call(view, surest, spot, left, remaining_s)
-        decision = self.policy(view)
+        decision = self._inside(view)
         match decision:
             case Launch(offer) if offer.spot and spare_s <= 3 * changeover_s:
                 return self._last_call(view, surest, spot, left, remaining_s)
@@ -523,6 +528,13 @@ class _ByDeadline:
             ):
                 return Wait(LOOK_AGAIN_S, "on-demand nodes stay: the deadline is near")
         return decision
+
+    def _inside(self, view: View) -> Decision:
+        """Ask the policy inside, while there is time for spot."""
+        spot = tuple(offer for offer in view.offers if offer.spot)
+        if self.early or not spot:
+            return self.policy(view)
+        return self.policy(dataclasses.replace(view, offers=spot))
 
     def _last_call(
         self, view: View, surest: Offer, spot: list[Node], left: float, remaining_s: float

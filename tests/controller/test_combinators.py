@@ -145,13 +145,14 @@ def test_on_demand_is_bought_at_the_last_call_and_not_before() -> None:
     assert launched(at_the_last_call := policy(at(1.9))) == OD
     assert at_the_last_call.reason == "the deadline leaves no time for another interruption"
     # while nothing can be had, until two changeovers are left
-    assert launched(policy(at(1.0, **full))) == OD  # `cheapest` takes what there is
-    spot_only = by_deadline(at_most(cheapest, usd_per_h=2), hours=12)
-    assert isinstance(spot_only(at(1.7, **full)), Wait)
-    assert launched(spot_only(at(1.81, **full))) == OD
+    assert isinstance(policy(at(1.7, **full)), Wait)
+    assert launched(policy(at(1.81, **full))) == OD
     # a spot node so late needs one more
-    assert launched(spot_only(at(1.69))) == A
-    assert launched(spot_only(at(1.71))) == OD
+    assert launched(policy(at(1.69))) == A
+    assert launched(policy(at(1.71))) == OD
+    # one that may buy before, and where there is no spot to wait for
+    assert launched(by_deadline(cheapest, hours=12, early=1)(at(1.0, **full))) == OD
+    assert launched(policy(at(1.0, offers=(OD,)))) == OD
 
 
 def test_what_is_there_stays_at_the_last_call() -> None:
@@ -267,6 +268,7 @@ def test_a_policy_is_written_as_a_call(text: str, takes: Offer | None) -> None:
         ("spread(cheapest, zones=1.5)", "zones=2 or more, a whole number; found 1.5"),
         ("warm_spare(cheapest, n=0)", "n=1 or more"),
         ("by_deadline(cheapest, hours=0)", "hours above 0"),
+        ("by_deadline(cheapest, early=2)", "early=0 or early=1"),
         ("within_budget(cheapest, usd=nan)", "finite"),
         ("at_most(cheapest, usd_per_h=2", "wanted ',' or '\\)', found the end"),
         ("at_most(cheapest usd_per_h=2)", "wanted ',' or '\\)', found 'u'"),
