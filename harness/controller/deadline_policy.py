@@ -84,7 +84,7 @@ def deadline(
 
     The options override `View.known`. `deadline_h`: hours from the start of this launch of the run;
     `work_h`: hours that all of the work takes on one node without interruptions, in `total_steps`
-    steps.
+    steps, until steps were timed: what was measured is believed rather than what was told.
     """
     view = _told(view, deadline_h, work_h, total_steps)
     if view.known.deadline_s is None:
@@ -102,7 +102,7 @@ def _told(view: View, deadline_h: float | None, work_h: float | None, steps: int
     known = view.known
     if deadline_h is not None:
         known = dataclasses.replace(known, deadline_s=view.started_s + deadline_h * 3600)
-    if work_h is not None:
+    if work_h is not None and not known.timed:
         known = dataclasses.replace(known, work=work_h * 3600)
     if steps is not None:
         known = dataclasses.replace(known, total_steps=int(steps))

@@ -150,7 +150,7 @@ class RunEstimator:
         for kind, found in reversed(timings.items()):  # the newest with enough steps
             if known.total_steps and sum(t.steps for t in found) >= LEAST_STEPS:
                 of_step = typical(found) * kind.speed * known.efficiency(kind.workers)
-                return dataclasses.replace(known, work=known.total_steps * of_step)
+                return dataclasses.replace(known, work=known.total_steps * of_step, timed=True)
         return known
 
     def _capacity(self, book: AttemptHistory) -> Mapping[str, CapacitySeen]:

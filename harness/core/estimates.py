@@ -105,6 +105,7 @@ class Estimates:
 
     total_steps: int = 0
     work: float = 0.0  # of the whole run, worker-seconds: measured, or given by the user
+    timed: bool = False  # `work` was measured
     # steps done and not yet committed, as far as nodes have reported them
     uncommitted_steps: int = 0
     micro_batches: int = 0  # of a step: a world of more replicas leaves some of them idle

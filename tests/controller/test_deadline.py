@@ -57,6 +57,14 @@ def test_spot_is_asked_first():
     assert deadline(of()).offer == SPOT
 
 
+def test_measured_work_is_believed_rather_than_told():
+    """As a last call: 10 h of work are left, told are 8.5."""
+    late = known(deadline_h=10.3)
+    assert deadline(of(known=late), work_h=8.5, total_steps=1000).offer == SPOT
+    measured = dataclasses.replace(late, timed=True)
+    assert deadline(of(known=measured), work_h=8.5, total_steps=1000).offer == DEAR
+
+
 def test_without_a_deadline_it_takes_the_cheapest_work():
     found = deadline(of(known=Estimates()))
     assert isinstance(found, Launch) and found.offer == SPOT and "no deadline" in found.reason

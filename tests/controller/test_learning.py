@@ -138,6 +138,7 @@ def test_work_is_what_the_user_says_until_it_is_measured():
     run = Telling()
     found = known(run, wanted)
     assert found.work == found.left(0) == 3600 * 2 * 8.0  # on two nodes of four, of speed 2
+    assert not found.timed and known(trained(), wanted).timed
     assert (found.deadline_s, found.changeover_s) == (9e4, 300.0)
     assert found.left(5) is None  # of how many, nobody has said
     assert known(trained(), wanted).work == pytest.approx(64_000.0)
