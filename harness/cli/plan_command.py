@@ -168,8 +168,13 @@ def plan(flags: PlanFlags) -> int:
     best = ranked[0] if forecasting.risk(ranked[0], run) <= flags.risk + 1e-9 else None
     launch = _launch_words(flags, run, best.candidate) if best else ()
     sources = (prices, speed, seen)
+    hindsight = ()
+    if best and run.deadline_h is not None:
+        hindsight = forecasting.hindsight_usd(
+            best.candidate, run, min(flags.markets, forecasting.SCREENED), flags.seed, history
+        )
     shown = forecast_report.ShownPlan(
-        run, tuple(ranked), best, flags.risk, sources, launch, dropped
+        run, tuple(ranked), best, flags.risk, sources, launch, dropped, hindsight
     )
     if flags.json:
         print(json.dumps(shown.to_json(), indent=2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,8 @@ WIDE = 110  # columns of a terminal from which on the picture is shown
 @dataclass(frozen=True)
 class ShownPlan:
     """A plan to show. `best`: None if every candidate exceeds the risk. `sources`: of prices, speed
-    and history, in words. `launch`: the command for the best one."""
+    and history, in words. `launch`: the command for the best one. `hindsight_usd`: what somebody
+    would pay for the best one's work who knew the market in advance, in the first markets."""
 
     run: PlannedRun
     rows: tuple[PlanForecast, ...]  # the best first
@@ -44,6 +46,7 @@ class ShownPlan:
     sources: tuple[str, ...]
     launch: tuple[str, ...] = ()
     dropped: int = 0
+    hindsight_usd: tuple[float, ...] = ()
 
     def risk(self, row: PlanForecast) -> float:
         """Return the share of the markets in which it misses the deadline, or exceeds the
@@ -64,6 +67,7 @@ class ShownPlan:
             "dropped": self.dropped,
             "deadline_hours": self.run.deadline_h,
             "budget_usd": self.run.budget_usd,
+            "hindsight_usd": list(self.hindsight_usd),
             "most_risk": self.most_risk,
             "launch": list(self.launch),
             "sources": list(self.sources),
@@ -156,6 +160,10 @@ def sentences(plan: ShownPlan) -> list[str]:
             f"{hours_text(best.hours_at(0.5))} h"
             + (f"; {percent(spared)} below on demand" if 0 < spared < 1 else "")
         )
+        if plan.hindsight_usd:
+            known = plan.hindsight_usd
+            times = statistics.fmean(best.usd[: len(known)]) / statistics.fmean(known)
+            found.append(f"        {times:.2f} x the bill of whoever knows the market in advance")
         if plan.launch:
             found.append("launch  " + shlex.join(plan.launch))
     if plan.dropped:

@@ -37,6 +37,7 @@ from harness.planner.forecast import (
     PlannedRun,
     candidates,
     forecast,
+    hindsight_usd,
     quantile,
     ranked,
     shapes,
@@ -153,6 +154,15 @@ def test_the_best_keeps_the_risk_and_is_the_cheapest_of_those():
     assert forecasting.worth_more([spot, sure], asked, 0.05) == [sure, spot]
 
 
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_nobody_pays_less_than_who_knows_the_market_in_advance(nodes):
+    asked = run(6 * nodes, deadline_h=9)
+    candidate = PlanCandidate(shapes(offers())[0], nodes, "deadline")
+    least, played = hindsight_usd(candidate, asked, 5), forecast(candidate, asked, 5)
+    assert played.missed == 0 and len(least) == 5
+    assert all(0 < some <= usd + 0.01 for some, usd in zip(least, played.usd, strict=True))
+
+
 # ---- shown ---------------------------------------------------------------------------------------
 def shown() -> forecast_report.ShownPlan:
     asked = run(6, deadline_h=9)
@@ -160,7 +170,9 @@ def shown() -> forecast_report.ShownPlan:
     found = [forecast(PlanCandidate(shape, 1, p), asked, 9) for p in (SPOT, ON_DEMAND_ONLY)]
     rows = ranked(found, asked, 0.05)
     sources = ("prices: <b>of yesterday</b>",)
-    return forecast_report.ShownPlan(asked, tuple(rows), rows[0], 0.05, sources, ("harness", "x"))
+    return forecast_report.ShownPlan(
+        asked, tuple(rows), rows[0], 0.05, sources, ("harness", "x"), 0, (rows[0].usd[0] / 2,)
+    )
 
 
 def test_a_plan_is_told_in_a_table_and_drawn_on_a_page(tmp_path):
@@ -170,6 +182,7 @@ def test_a_plan_is_told_in_a_table_and_drawn_on_a_page(tmp_path):
         forecast_report.show(told, console)
         text = console.export_text()
         assert "1 x H100:1" in text and "launch  harness x" in text and "assumed" in text
+        assert " x the bill of whoever knows the market in advance" in text
         assert ("●" in text) == (width == 140)
         table = text.partition("median (")[0].splitlines()
         assert all(len(line.rstrip()) <= width for line in table)
