@@ -168,7 +168,7 @@ def plan(flags: PlanFlags) -> int:
     best = ranked[0] if forecasting.risk(ranked[0], run) <= flags.risk + 1e-9 else None
     launch = _launch_words(flags, run, best.candidate) if best else ()
     sources = (prices, speed, seen)
-    hindsight = ()
+    hindsight: tuple[float, ...] = ()
     if best and run.deadline_h is not None:
         hindsight = forecasting.hindsight_usd(
             best.candidate, run, min(flags.markets, forecasting.SCREENED), flags.seed, history
