@@ -36,10 +36,10 @@ from harness.core.mesh import (
 from harness.core.world import BadInput, HarnessError
 from harness.node.forkserver import write_error
 from harness.node.heartbeat import ProgressFile, WorkerPhase
-from harness.worker import quantised_weights
 from harness.worker.alone import device_of
 from storage.errors import StoreError
 from storage.snapshots.restore import this_machine
+from storage.tensors import quantised_weights
 from storage.tensors.save_ranks import gathered
 
 if TYPE_CHECKING:

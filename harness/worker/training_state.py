@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from harness.core.mesh import ModelMesh
 from harness.core.world import BadInput
-from harness.worker import alone, quantised_weights
+from harness.worker import alone
 from harness.worker.batches.loader import Stream
 from harness.worker.frozen_weights import Frozen
 from harness.worker.gradients.batch_norm import Norms, has_sync_norm
@@ -34,7 +34,7 @@ from harness.worker.process_group import Peers, broadcast_all, same_everywhere
 from harness.worker.staged_model import StagedModel, StagedState
 from storage.snapshots.manifest import Manifest
 from storage.snapshots.snapshots import Snapshots
-from storage.tensors import loading, state_tree
+from storage.tensors import loading, quantised_weights, state_tree
 from storage.tensors.dcp import version_of
 from storage.tensors.tensor_names import plain_name
 

@@ -13,12 +13,11 @@ pytest.importorskip("trl")
 import torch
 from torch import nn
 
-from harness.worker import quantised_weights
 from harness.worker.batches.feed import shapes_of
 from harness.worker.training_state import give_state, state_of
 from storage.snapshots.snapshots import Snapshots
 from storage.stores.store_urls import open_store
-from storage.tensors import loading
+from storage.tensors import loading, quantised_weights
 from support.trainer_script import ENV
 
 SCRIPT = Path(__file__).parent / "scripts" / "trl_trainer.py"

@@ -19,7 +19,6 @@ from harness.core.batch import MAX_SAMPLES, Batching, Plan, SampleOrder, in_turn
 from harness.core.read_traffic import Traffic
 from harness.core.sample_order import Blocks, blocks_for, said_of
 from harness.core.world import BadInput
-from harness.worker import quantised_weights
 from harness.worker.batches.content_hash import content_hash
 from harness.worker.batches.loader import (
     Collate,
@@ -35,7 +34,7 @@ from harness.worker.batches.loader import (
 from harness.worker.batches.prefetch import ReadsAhead, fetched_ahead
 from harness.worker.process_group import Peers
 from harness.worker.staged_model import StagedModel
-from storage.tensors import state_tree
+from storage.tensors import quantised_weights, state_tree
 from storage.tensors.tensor_names import plain_name
 
 # The test of a stream before the first step: its state is saved, loaded into a copy, and read on.

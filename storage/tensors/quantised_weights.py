@@ -1,4 +1,4 @@
-"""The scales and tables beside the codes of bitsandbytes' weights. Runs in the worker.
+"""The scales and tables beside the codes of bitsandbytes' weights.
 
 Its modules add these to their `state_dict`, but 4-bit ones cannot load them again, and FSDP2 hides
 them. bitsandbytes is not imported here: the script has imported it if its model has such weights.
