@@ -34,6 +34,7 @@ from support.worlds import TRAINER, history, newest
 LONG = 300
 
 
+@pytest.mark.proof
 def test_join_notice_and_loss(nodes):
     """One node, a second joins, one is told to go, a third joins and vanishes; the run goes on."""
     flags = (*SLOW, "--total", LONG, "--go", nodes.go)

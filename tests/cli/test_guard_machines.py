@@ -160,6 +160,7 @@ def planted(ec2):
         client.terminate_instances(InstanceIds=ids)
 
 
+@pytest.mark.proof
 def test_a_forgotten_machine_is_found_priced_and_ended(sky, planted, monkeypatch, capsys):
     monkeypatch.setattr(account_commands, "sky_broker", lambda url: sky)
     monkeypatch.setattr(account_commands, "_has_ended", {OVER: True, LIVE: False}.get)

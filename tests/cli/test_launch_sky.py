@@ -105,6 +105,7 @@ def led(tmp_path, monkeypatch):
     return lead
 
 
+@pytest.mark.proof
 def test_what_one_run_has_seen_is_where_the_next_begins(led, tmp_path, capsys):
     code, sky, known = led("a", full=[EAST])
     assert code == 0, capsys.readouterr().out

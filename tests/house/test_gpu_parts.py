@@ -30,6 +30,7 @@ def run_parts(out, monkeypatch, *names, limit_s=600.0):
     return good, json.loads((out / "gpu.json").read_text()), (out / "gpu.md").read_text()
 
 
+@pytest.mark.proof
 def test_what_becomes_of_a_part_is_told_and_the_rest_goes_on(tmp_path, monkeypatch):
     good, found, page = run_parts(tmp_path, monkeypatch, "fails", "hangs", "wrong", "works")
     assert not good

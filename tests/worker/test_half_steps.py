@@ -183,6 +183,7 @@ run.finish()
 """
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_loop_with_safe_points_drops_a_step_in_which_it_says_where_it_may(tmp_path, world):
     script = tmp_path / "own.py"
