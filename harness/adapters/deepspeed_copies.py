@@ -56,7 +56,6 @@ class SummedZero(Zero):
         groups = sorted(zero.averaged_gradients)
         sum_over(self._across, (g for group in groups for g in zero.averaged_gradients[group]))
 
-
     def _backward_of_nothing(self) -> None:
         """Let the engine make gradients of zero, on all ranks of the copy."""
         zero = self._engine.optimizer

@@ -25,7 +25,7 @@ from harness.core.estimates import CapacitySeen, Estimates
 from harness.core.world import BadInput, Decision, Offer, Policy, View
 from harness.planner.fast_replay import play
 from harness.planner.market_nodes import STEP_S, ReplayJob
-from harness.planner.optimum import WorkToDo, fleet_optimum_usd
+from harness.planner.optimum import fleet_optimum_usd
 from harness.planner.synthetic_market import ROUGH, drawn, in_blocks, make_up
 from harness.planner.traces import ZoneTrace
 
@@ -308,16 +308,11 @@ def hindsight_usd(
     """Return what somebody would pay at least who knew each of the markets of `forecast` in
     advance, with the same nodes and the same deadline."""
     shape, job = candidate.shape, job_of(candidate, run)
-    nodes = job.nodes[1]
-    work = WorkToDo(
-        job.work_h * nodes, job.deadline_h, job.changeover_s, job.spot_usd_per_h,
-        job.on_demand_usd_per_h,
-    )  # fmt: skip
     made = (
         market(shape, job, np.random.default_rng((seed, at)), dict(history or {}))
         for at in range(markets)
     )
-    return tuple(fleet_optimum_usd(zones, 0, work, nodes) for zones in made)
+    return tuple(fleet_optimum_usd(zones, 0, job.to_do, job.nodes[1]) for zones in made)
 
 
 def job_of(candidate: PlanCandidate, run: PlannedRun) -> ReplayJob:

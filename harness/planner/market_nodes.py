@@ -24,6 +24,7 @@ from typing import TypeAlias
 from harness.controller.forecast.price_process import PricePath
 from harness.core.estimates import CapacitySeen, Estimates
 from harness.core.world import Node, NodeState, Offer
+from harness.planner.optimum import WorkToDo
 from harness.planner.traces import ZoneTrace
 
 STEP_S = 60.0  # duration of a step on all nodes
@@ -69,6 +70,18 @@ class ReplayJob:
     def work(self) -> float:
         """Node-seconds of the whole work."""
         return self.work_h * 3600 * self.nodes[1]
+
+    @property
+    def to_do(self) -> WorkToDo:
+        """The work of all nodes, as an optimum takes it."""
+        return WorkToDo(
+            self.work_h * self.nodes[1],
+            self.deadline_h,
+            self.changeover_s,
+            self.spot_usd_per_h,
+            self.on_demand_usd_per_h,
+            0.0 if self.one_place else self.move_usd,
+        )
 
     @property
     def limit_h(self) -> float:

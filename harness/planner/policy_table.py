@@ -19,7 +19,7 @@ from harness.controller import policies
 from harness.core.world import BadInput, Policy
 from harness.planner.market_nodes import ReplayJob
 from harness.planner.market_replay import ReplayResult, replay
-from harness.planner.optimum import Optimum, WorkToDo, fleet_optimum_usd, optimum
+from harness.planner.optimum import Optimum, fleet_optimum_usd, optimum
 from harness.planner.published_policies import PEERS, peer
 from harness.planner.traces import ZoneTrace
 
@@ -231,17 +231,9 @@ def optimum_of(zones: Sequence[ZoneTrace], first: int, job: ReplayJob) -> Optimu
     """Return the optimum. A job of many nodes has no plan; with several zones its least bill is a
     lower bound (`optimum.py`)."""
     nodes = job.nodes[1]
-    work = WorkToDo(
-        job.work_h * nodes,
-        job.deadline_h,
-        job.changeover_s,
-        job.spot_usd_per_h,
-        job.on_demand_usd_per_h,
-        0.0 if job.one_place else job.move_usd,
-    )
     if nodes == 1:
-        return optimum(zones, first, work)
-    usd = fleet_optimum_usd(zones, first, work, nodes, job.one_place)
+        return optimum(zones, first, job.to_do)
+    usd = fleet_optimum_usd(zones, first, job.to_do, nodes, job.one_place)
     return Optimum(usd, (), math.nan)
 
 
