@@ -204,12 +204,14 @@ def _in_time(
         write_error(dist.DistNetworkError(said))  # for the agent: the loss of a peer
         os._exit(1)
 
-    threading.Thread(target=end, name="meet", daemon=True).start()
+    watch = threading.Thread(target=end, name="meet", daemon=True)
+    watch.start()
     try:
         yield
         again.set(f"{ended}/{rank}", "1")
     finally:
         done.set()
+        watch.join()  # a thread that holds a store when the interpreter ends aborts the process
 
 
 def _first_sum(device: torch.device) -> None:

@@ -79,7 +79,9 @@ if os.environ["RANK"] == "1" and sys.argv[2] == "hangs":
     process_group._in_time = late
 peers = process_group.Peers(dict(os.environ))
 peers.meet(dict(os.environ))
-print("met", int(peers.sum(1.0)))
+print("met", int(peers.sum(1.0)), flush=True)
+peers.barrier()
+torch.distributed.destroy_process_group()  # as a session does: torch may crash at exit without it
 """
 
 
