@@ -1,5 +1,5 @@
-"""From a loss to the next optimizer step: this harness beside plain torchrun with a DCP checkpoint,
-on the same model, taking turns.
+"""From a loss to the next optimizer step, and to the first step that is further than the training
+was: this harness beside plain torchrun with a DCP checkpoint, on the same model, taking turns.
 
     worker   SIGKILL of one worker of two on a node               node     SIGKILL of a whole node
              (agent and workers) of two
@@ -7,11 +7,15 @@ on the same model, taking turns.
              to the first step of two nodes
     pause    of a join: from the last step of one node to the first of two, and how many steps are
              done again
+    further  of a loss: from just before the kill until a step is done that no step before the kill
+             had reached, work that is done again included; and how many steps that were
 
     python benchmarks/recovery.py                     # all systems, about a quarter of an hour
     # fewer repetitions, without torchrun's default settings
     python benchmarks/recovery.py --quick
     python benchmarks/recovery.py --systems harness --kinds node first --rounds 5
+    # steps of half a second, and snapshots every 60 s
+    python benchmarks/recovery.py --kinds node --step-s 0.5 --snapshot-s 60 --calm-s 40
 
 Systems: `harness`; `torchrun-best` (last call 1 s, keep-alive 3 x 1 s,
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1); `torchrun` (its defaults); `bucket` (torchrun with our
@@ -41,9 +45,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SYSTEMS = ("harness", "torchrun-best", "torchrun", "bucket")
 KINDS = ("worker", "node", "first", "join")  # what can be asked for
-SHOWN = (*KINDS, "pause")
+FURTHER = "{} further"
+SHOWN = (*KINDS, "pause", *map(FURTHER.format, KINDS[:3]))
 BEFORE_S = 120.0  # for a system to train at all
-EVERY = 20  # steps between snapshots
+EVERY = 20  # steps between snapshots, unless --snapshot-s says how many seconds
 GLOBAL_BATCH, MICRO_BATCH, LENGTH = 8, 2, 64
 
 
@@ -67,10 +72,20 @@ def train(system: str) -> None:
     dataset = [(row[:-1], row[1:]) for row in data]
     model = GPT(SIZES["1m"], LENGTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step_s, every_s = (float(os.environ[name]) for name in ("BENCH_STEP_S", "BENCH_SNAPSHOT_S"))
+    begun_s = saved_s = time.monotonic()
+
+    def fill() -> None:
+        """Wait until this step has taken as long as it should."""
+        nonlocal begun_s
+        time.sleep(max(0.0, begun_s + step_s - time.monotonic()))
+        begun_s = time.monotonic()
+
     if system == "harness":
         import harness
 
-        run = harness.attach(snapshot_every_steps=EVERY)
+        often = {"snapshot_every_s": every_s} if every_s else {"snapshot_every_steps": EVERY}
+        run = harness.attach(**often)
         say("attached", 0, run.world)
         run.prepare(model, optimizer)
         say("prepared", run.step, run.world)
@@ -79,6 +94,7 @@ def train(system: str) -> None:
         ):
             for x, y in step:
                 step.backward(F.cross_entropy(model(x).flatten(0, 1), y.flatten()))
+            fill()
             step.update()
             say("step", step.number, run.world)
         return
@@ -113,10 +129,15 @@ def train(system: str) -> None:
             last = i + world >= GLOBAL_BATCH // MICRO_BATCH
             with contextlib.nullcontext() if last else ddp.no_sync():
                 F.cross_entropy(ddp(x).flatten(0, 1), y.flatten()).backward()
+        fill()
         optimizer.step()
         optimizer.zero_grad()
         say("step", step, world)
-        if step % EVERY == 0:
+        due = [time.monotonic() - saved_s >= every_s if every_s else step % EVERY == 0]
+        if every_s:
+            dist.broadcast_object_list(due)
+        if due[0]:
+            saved_s = time.monotonic()
             weights, moments = get_state_dict(ddp, optimizer)
             dcp.save(
                 {"model": weights, "optimizer": moments}, checkpoint_id=str(folder / str(step))
@@ -140,6 +161,8 @@ class System:
     folder: Path
     nproc: int
     calm_s: float
+    step_s: float
+    snapshot_s: float
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     number: int = 0
     port: int = 0
@@ -159,6 +182,8 @@ class System:
         env |= {
             "BENCH_LOG": str(self.folder / "log"),
             "BENCH_CHECKPOINTS": str(self.folder / "checkpoints"),
+            "BENCH_STEP_S": str(self.step_s),
+            "BENCH_SNAPSHOT_S": str(self.snapshot_s),
             "PYTHONPATH": str(ROOT),
         }
         env |= {
@@ -228,9 +253,11 @@ class System:
                     found.append(Line(*json.loads(text), pid=int(path.stem)))
         return sorted(found, key=lambda ln: ln.t)
 
-    def wait(self, world: int, pids: set[int], limit_s: float, since: float) -> Line | None:
-        """The first step of `world` ranks by a process that is not one of `pids`; None: there
-        will be none."""
+    def wait(
+        self, world: int, pids: set[int], limit_s: float, since: float, beyond: int = 0
+    ) -> Line | None:
+        """The first step of `world` ranks behind step `beyond` by a process that is not one of
+        `pids`; None: there will be none."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             for line in self.lines():
@@ -239,6 +266,7 @@ class System:
                     and line.world == world
                     and line.pid not in pids
                     and line.t > since
+                    and line.step > beyond
                 ):
                     return line
             if all(node.poll() is not None for node in self.nodes):
@@ -266,8 +294,8 @@ class System:
 
 
 @contextlib.contextmanager
-def system(name: str, folder: Path, nproc: int, calm_s: float) -> Iterator[System]:
-    made = System(name, folder, nproc, calm_s)
+def system(name: str, folder: Path, nproc: int, *pace: float) -> Iterator[System]:
+    made = System(name, folder, nproc, *pace)
     try:
         yield made
     finally:
@@ -299,7 +327,8 @@ def settle(s: System, world: int) -> set[int]:
     return {ln.pid for ln in s.lines()}
 
 
-def lose(s: System, kind: str, world: int, limit_s: float) -> Sample:
+def lose(s: System, kind: str, world: int, limit_s: float) -> list[Sample]:
+    """The loss, and how long it takes until the training is further than it was."""
     pids = settle(s, s.nproc * len(s.nodes))
     if kind == "worker":
         newest = [ln for ln in s.lines() if ln.what == "step"][-s.nproc :]
@@ -310,7 +339,15 @@ def lose(s: System, kind: str, world: int, limit_s: float) -> Sample:
         t0 = time.time()
         s.kill(0 if kind == "first" else -1)
     line = s.wait(world, pids, limit_s, t0)
-    return Sample(s.name, kind, line.t - t0 if line else None, parts(s, t0, line) if line else {})
+    if line is None:
+        return [Sample(s.name, FURTHER.format(kind), None), Sample(s.name, kind, None)]
+    before = max(ln.step for ln in s.lines() if ln.what == "step" and ln.t < t0)
+    further = s.wait(world, pids, limit_s, t0, before)
+    again = {"steps done again": before + 1.0 - line.step}
+    return [
+        Sample(s.name, FURTHER.format(kind), further.t - t0 if further else None, again),
+        Sample(s.name, kind, line.t - t0, parts(s, t0, line)),
+    ]
 
 
 def join(s: System, limit_s: float) -> list[Sample]:
@@ -363,25 +400,27 @@ def parts(s: System, t0: float, line: Line) -> dict[str, float]:
     return found
 
 
-def play(name: str, kinds: list[str], folder: Path, limit_s: float, calm_s: float) -> list[Sample]:
-    """Each kind once."""
+def play(
+    name: str, kinds: list[str], folder: Path, limit_s: float, pace: tuple[float, float, float]
+) -> list[Sample]:
+    """Each kind once. `pace`: seconds of calm training, of a step, and between snapshots."""
     samples = []
     if "worker" in kinds:
-        with system(name, folder / "one", 2, calm_s) as s:
+        with system(name, folder / "one", 2, *pace) as s:
             s.start()
-            samples.append(lose(s, "worker", 2, limit_s))
+            samples += lose(s, "worker", 2, limit_s)
     if {"node", "first", "join"} & set(kinds):
-        with system(name, folder / "two", 1, calm_s) as s:
+        with system(name, folder / "two", 1, *pace) as s:
             s.start()
             samples += join(s, limit_s)
             if samples[-1].seconds is None:
                 return samples
             if "node" in kinds:
-                samples.append(lose(s, "node", 1, limit_s))
+                samples += lose(s, "node", 1, limit_s)
             if "first" in kinds and samples[-1].seconds is not None:
                 if "node" in kinds:
                     samples += join(s, limit_s)
-                samples.append(lose(s, "first", 1, limit_s))
+                samples += lose(s, "first", 1, limit_s)
     return samples
 
 
@@ -423,6 +462,24 @@ def show(samples: list[Sample]) -> None:
                 )
 
 
+WITHIN_S = 0.2  # of a loss a survivor should be further than it was, and one step
+
+
+def judge(samples: list[Sample], step_s: float) -> None:
+    """Print whether the targets of a loss are met."""
+    ours = [x for x in samples if x.system == "harness" and x.kind.endswith("further")]
+    for kind in dict.fromkeys(x.kind for x in ours):
+        mine = [x for x in ours if x.kind == kind]
+        times = [x.seconds for x in mine if x.seconds is not None]
+        again = [x.parts.get("steps done again", 0.0) for x in mine]
+        fast = len(times) == len(mine) and statistics.median(times) <= WITHIN_S + step_s
+        few = len(times) == len(mine) and max(again) <= 1
+        print(
+            f"target {kind}: within {WITHIN_S} s and one step: {'yes' if fast else 'NO'}; "
+            f"at most one step done again: {'yes' if few else 'NO'}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--train", default="", help=argparse.SUPPRESS)
@@ -433,6 +490,8 @@ def main() -> None:
         "--limit-s", type=float, default=90.0, help="longest wait for a step after a loss"
     )
     parser.add_argument("--calm-s", type=float, default=8.0, help="training before each loss")
+    parser.add_argument("--step-s", type=float, default=0.0, help="the least time of a step")
+    parser.add_argument("--snapshot-s", type=float, default=0.0, help=f"0: every {EVERY} steps")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", default="", help="write all samples here, as JSON")
     flags = parser.parse_args()
@@ -447,9 +506,9 @@ def main() -> None:
             for name in systems:
                 if name == "torchrun" and i:  # its times are those of its time-outs: once is enough
                     continue
-                new = play(
-                    name, flags.kinds, Path(folder) / f"{i}-{name}", flags.limit_s, flags.calm_s
-                )
+                pace = (flags.calm_s, flags.step_s, flags.snapshot_s)
+                folder_of = Path(folder) / f"{i}-{name}"
+                new = play(name, flags.kinds, folder_of, flags.limit_s, pace)
                 samples += new
                 words = [
                     f"{x.kind} never" if x.seconds is None else f"{x.kind} {x.seconds:.2f} s"
@@ -459,6 +518,7 @@ def main() -> None:
                 if flags.out:
                     Path(flags.out).write_text(json.dumps([vars(x) for x in samples]))
     show(samples)
+    judge(samples, flags.step_s)
 
 
 if __name__ == "__main__":
