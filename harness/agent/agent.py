@@ -52,7 +52,7 @@ from harness.core.world import (
 )
 from harness.node.forkserver import CLOSE_S
 from harness.node.heartbeat import WAITS_FOR_SNAPSHOTS, WorkerPhase
-from harness.node.marks import Want
+from harness.node.marks import Want, kept_step
 from harness.notices.notice import NoticeSource
 from harness.rendezvous.reach import LEAVE_S, LOST_AFTER, LostWays
 from harness.rendezvous.rendezvous import Rendezvous
@@ -738,7 +738,10 @@ class Agent:
         step = max((sign.step for sign in self._workers.signs()), default=0)
         with contextlib.suppress(StoreUnavailable):
             committed, fruitless = self._run.committed(), self._past.fruitless
-            self._past.fruitless = fruitless.broken_off(committed, evidence.attached, lasted_s)
+            kept = kept_step(self._uploads.folder)
+            self._past.fruitless = fruitless.broken_off(
+                committed, kept, evidence.attached, lasted_s
+            )
             step = max(committed, step)
         return step if failed else 0
 

@@ -356,17 +356,20 @@ def make_room(alive: Iterable[Member], place: str, waited_s: float) -> bool:
 # ---- failures that repeat ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Fruitless:
-    """The number of generations in a row without a new snapshot; the newest one is of `step`.
-    Agents count them, since there may be no controller that does."""
+    """The number of generations in a row without a new snapshot, the newest of which is of `step`,
+    or a newer state that this node has `kept`. Agents count them, since there may be no controller
+    that does."""
 
     epochs: int = 0
     step: int = -1
+    kept: int = -1
 
-    def broken_off(self, committed: int, attached: bool, lasted_s: float) -> Fruitless:
+    def broken_off(self, committed: int, kept: int, attached: bool, lasted_s: float) -> Fruitless:
         """Return the count after a generation of ours was broken off after `lasted_s`."""
         unseen = not attached and lasted_s >= FRUITLESS_S
-        again = not unseen and committed <= self.step
-        return Fruitless(self.epochs + 1 if again else 1, max(self.step, committed))
+        again = not unseen and committed <= self.step and kept <= self.kept
+        epochs = self.epochs + 1 if again else 1
+        return Fruitless(epochs, max(self.step, committed), max(self.kept, kept))
 
 
 def why_no_more(me: Member, last: Epoch, fruitless: Fruitless, end: End | None) -> str:

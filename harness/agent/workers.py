@@ -142,6 +142,8 @@ TAIL_LINES = 40
 # for killed workers to end, unless the node's grace is shorter; one that takes longer hangs in the
 # kernel, and the node is unfit
 KILL_S = 20.0
+ANSWER_S = 0.5  # for a worker that is asked to keep its state, to begin
+LOOK_S = 0.005  # between two looks whether it has
 READ_S = 2.0  # for the last output of a worker that has ended
 FORKED_WITHIN_S = 20.0  # a warm process that has not forked a worker by then hangs
 IMPORTED_WITHIN_S = 60.0  # ... or one that has been begun anew, and still imports
@@ -292,6 +294,7 @@ class Workers:
             "HARNESS_PROGRESS": sign,
             "TORCHELASTIC_ERROR_FILE": error_file,
         }
+        self._open_pipe(local_rank)
         process, out = self._nursery.fork(
             {"env": {k: str(v) for k, v in env.items()}, "argv": self._config.argv}
         )
@@ -349,6 +352,13 @@ class Workers:
             "HARNESS_PLACE": config.place,
             "HARNESS_HALVINGS": epoch.halvings,
         }
+
+    def _open_pipe(self, local_rank: int) -> None:
+        """Make the pipe by which this worker is asked to keep its state."""
+        folder = self._config.node_dir
+        marks.keeping_file(folder, local_rank).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is there; or the disk is full, and nothing is kept
+            os.mkfifo(marks.keep_pipe(folder, local_rank), 0o600)
 
     def _sign(self, local_rank: int) -> Path:
         return self._config.node_dir / f"progress-{local_rank}"
@@ -475,10 +485,13 @@ class Workers:
 
     # ---- end -------------------------------------------------------------------------------------
     def end(self, within_s: float = KILL_S) -> list[str]:
-        """Kill workers that are still at work. Return, in words, those that have not ended
-        `within_s` later: they hang in the kernel, where no signal ends them."""
+        """Let workers that are still at work keep their state, within `within_s`, and kill them.
+        Return, in words, those that have not ended `within_s` later: they hang in the kernel, where
+        no signal ends them."""
         for worker in self.all:
             worker.ended_by_us = worker.process.poll() is None
+        self._let_keep(within_s)
+        for worker in self.all:
             worker.process.strike()
         until_s = time.monotonic() + within_s
         stuck: list[str] = []
@@ -491,6 +504,33 @@ class Workers:
                 worker.reader.join(max(0.0, min(READ_S, until_s - time.monotonic())))
             worker.pulse.look(time.monotonic())  # the step that it came to
         return stuck
+
+    def _let_keep(self, within_s: float) -> None:
+        """Ask workers at work to keep their state and end, and wait for those that do."""
+        folder, asked = self._config.node_dir, []
+        for local_rank, worker in enumerate(self.all):
+            if worker.ended_by_us and self._ask_to_keep(local_rank):
+                asked.append((local_rank, worker))
+        begun_s = time.monotonic()
+        while asked and (passed_s := time.monotonic() - begun_s) < within_s:
+            asked = [
+                (local_rank, worker)
+                for local_rank, worker in asked
+                if worker.process.poll() is None
+                and (passed_s < ANSWER_S or marks.keeping_file(folder, local_rank).exists())
+            ]
+            time.sleep(LOOK_S)
+
+    def _ask_to_keep(self, local_rank: int) -> bool:
+        """Return whether the worker listens; it is asked then."""
+        pipe = marks.keep_pipe(self._config.node_dir, local_rank)
+        with contextlib.suppress(OSError):  # nobody reads it
+            fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                return os.write(fd, b"k") == 1
+            finally:
+                os.close(fd)
+        return False
 
     def flights(self) -> list[flight_recorder.FlightDump]:
         """Return the dumps of NCCL's flight recorders, each once."""

@@ -494,6 +494,8 @@ def tell_lost_peer(error: BaseException) -> bool:
     except OSError:
         return False
     print(f"harness: another rank is gone; where this one stood is in {path}", file=sys.stderr)
+    if (session := sys.modules.get("harness.worker.session")) is not None:
+        session.keep_state()
     return True
 
 

@@ -43,6 +43,27 @@ MOST_WHY = 400  # characters of a reason, so that a mark fits
 EXIT_CODE = {Want.RESIZE: RESIZE, Want.DRAIN: DRAINED, Want.STOP: STOPPED}
 
 
+def keep_pipe(folder: Path, local_rank: int) -> Path:
+    """Return the pipe in the node's folder through which the agent asks a worker to keep its state
+    and end."""
+    return folder / f"keep-{local_rank}"
+
+
+KEPT = "kept.json"  # in the stage: the state that a node keeps (worker/resuming/kept_state.py)
+
+
+def kept_step(stage: Path) -> int:
+    """Return the step of the state that this node keeps; -1: it keeps none."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads((stage / KEPT).read_text())["step"])
+    return -1
+
+
+def keeping_file(folder: Path, local_rank: int) -> Path:
+    """Return the file by which a worker shows that it is keeping its state."""
+    return folder / f"keeping-{local_rank}"
+
+
 # The signal by which a worker that handles it gets a request that cannot be written. Real-time
 # signals, which scripts, libraries and batch systems leave alone.
 SIGNALS: dict[Want, int] = (

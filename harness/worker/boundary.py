@@ -51,7 +51,8 @@ from harness.core.world import RESIZE, UNFIT, BadInput
 from harness.node.heartbeat import WorkerPhase
 from harness.node.marks import EXIT_CODE, Mark, Want
 from harness.worker import alone
-from harness.worker.snapshotter import Resume, StagingBuffers, UnfitHosts
+from harness.worker.resuming.resume import Resume, UnfitHosts
+from harness.worker.snapshotter import StagingBuffers
 from harness.worker.step_timing import HARNESS, SNAPSHOT
 
 if TYPE_CHECKING:
@@ -588,9 +589,16 @@ class Boundary:
         except UnfitHosts as e:
             self.turn(HostsUnfit(e.mine))
             raise
-        if manifest is not None or self._run.phase.number == 1:
-            self._work.snapshotter.resumed(manifest)
-        if manifest is not None:
+        kept = self._resume.kept
+        if manifest is not None or kept is not None or self._run.phase.number == 1:
+            self._work.snapshotter.resumed(manifest, kept)
+        if kept is not None:
+            self._run.step = kept.step
+            self._peers.print(
+                f"harness: goes on from step {kept.step}, whose state survivors of generation "
+                f"{kept.epoch} have kept"
+            )
+        elif manifest is not None:
             self._run.step = manifest.step
             self._peers.print(
                 f"harness: resumed from step {manifest.step} (of generation {manifest.epoch})"
@@ -601,7 +609,8 @@ class Boundary:
             self._peers.print(f"harness: {self._run.phase.label} is done, and not done again")
         else:
             parent = self._work.snapshotter.parent
-            self._tell_start(parent.epoch if parent else 0, time.time() - t0)
+            resumed_epoch = parent.epoch if parent and kept is None else 0
+            self._tell_start(resumed_epoch, time.time() - t0)
 
     def _go_on(self) -> None:
         """Begin another loop: finish what the last loop left open, and keep the state."""
@@ -617,7 +626,7 @@ class Boundary:
             SessionStarted(
                 epoch=self._run.epoch,
                 world=self._peers.world,
-                resumed_step=self._work.snapshotter.resumed_step,
+                resumed_step=self._resume.step,
                 resumed_epoch=resumed_epoch,
                 total_steps=self.total,
                 global_batch=batching.global_batch if batching else 0,

@@ -41,7 +41,7 @@ from harness.core.mesh import AskedMesh
 from harness.core.sample_order import Blocks
 from harness.core.world import BadInput
 from harness.node.heartbeat import WorkerPhase
-from harness.node.marks import Want
+from harness.node.marks import Want, keep_pipe
 from harness.uploader.node_tiers import data_peers
 from harness.worker import boundary, snapshot_timer
 from harness.worker.batches.feed import Feed, Shrinking, rehearse
@@ -53,15 +53,12 @@ from harness.worker.gradients.sharding import check_unwrapped
 from harness.worker.memory_report import memory_report
 from harness.worker.process_group import Peers
 from harness.worker.profiling import Profile
+from harness.worker.resuming.kept_state import StateKeeper, wake_others
+from harness.worker.resuming.resume import NewestCommitted, Resume
 from harness.worker.run_context import SCRIPT_WORLD, Run, look_again_s
 from harness.worker.setup_check import SetupCheck
 from harness.worker.snapshot_timer import Rhythm
-from harness.worker.snapshotter import (
-    NewestCommitted,
-    Resume,
-    Snapshotter,
-    StagingBuffers,
-)
+from harness.worker.snapshotter import Snapshotter, StagingBuffers
 from harness.worker.step import Step, Work
 from harness.worker.step_log import StepLog
 from harness.worker.step_timing import PhaseTimer, Rates, marks_of
@@ -189,6 +186,13 @@ class Session:
         hold = StagingBuffers(peers, joined, environ.get("HARNESS_STAGE"))
         snapshotter = Snapshotter(peers, joined, training, log, hold, rhythm, last_seen, o.keep)
         resume = Resume(peers, joined, training, hold, last_seen, environ)
+        stage, node = environ.get("HARNESS_STAGE"), mark.parent if mark else None
+        self._keeper = StateKeeper(
+            *(peers, joined, training, snapshotter, Path(stage) if stage else None, node)
+        )
+        log.when_whole = self._keeper.note
+        if node is not None:
+            self._keeper.listen(keep_pipe(node, peers.local_rank))
         here = int(environ.get("LOCAL_WORLD_SIZE", 1))
         speeds = json.loads(environ.get("HARNESS_SPEEDS", "null"))
         feed = Feed(peers, o.seed, speeds, here, DataPeers(hold, joined.store, nodes).meet)
@@ -223,6 +227,11 @@ class Session:
     def _go_back(self) -> None:
         """Leave, to go on from an older snapshot, as the guards have ordered. Raises SystemExit."""
         self._hands.turn(boundary.Rewound())
+
+    def keep_state(self) -> None:
+        """Keep the state of the last whole step in this node's memory: another rank is lost."""
+        wake_others()
+        self._keeper.keep()
 
     def out_of_memory(self) -> str:
         """Return in words that memory has run out here, and what holds it."""
@@ -538,6 +547,7 @@ class Session:
         """
         self._tell_steps(step, math.nan if loss is None else float(loss), samples)
         self._run.step = step
+        self._keeper.note()
         self._hands.turn(boundary.Begun())
         self._peers.life.tell(WorkerPhase.REDUCE, step)
         wants = torch.zeros(len(Want) + 1, dtype=torch.int64)
@@ -763,6 +773,13 @@ def out_of_memory() -> str:
     """Return `Session.out_of_memory` of this process' session; "": it has none. For
     `node/forkserver.py`, when the script has ended with such an error."""
     return _attached[-1].out_of_memory() if _attached else ""
+
+
+def keep_state() -> None:
+    """Call `Session.keep_state`, if this process has a session. For `node/forkserver.py`, when the
+    script has ended because another rank is lost."""
+    for session in _attached:
+        session.keep_state()
 
 
 def conclude() -> None:

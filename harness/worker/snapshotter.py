@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,35 +20,30 @@ import torch
 import torch.distributed as dist
 
 from harness.core import step_records as rec
-from harness.core.facts import SnapshotFailed, SnapshotQuarantined, Warned
+from harness.core.facts import SnapshotFailed
 from harness.core.world import BadInput, Fenced, HarnessError
-from harness.node.forkserver import write_error
 from harness.node.heartbeat import WorkerPhase
 from harness.uploader.handoff import courier_at
-from harness.uploader.node_tiers import tiers_for
 from harness.uploader.senders import InProcessSender, SnapshotSender
 from harness.worker import replica_check
 from harness.worker.frozen_weights import Frozen
-from harness.worker.gradients.sharding import drawn_by_shard
 from harness.worker.process_group import Peers
-from harness.worker.run_context import Run, look_again_s
-from harness.worker.setup_check import differences, environment
+from harness.worker.resuming.hand_over import chained
+from harness.worker.resuming.kept_state import KeptState, StateOrigin
+from harness.worker.resuming.resume import NewestCommitted
+from harness.worker.run_context import Run
+from harness.worker.setup_check import environment
 from harness.worker.snapshot_timer import Rhythm
 from harness.worker.step_log import StepLog
 from harness.worker.training_state import Training, common, model_config
-from storage.errors import StoreError, StoreUnavailable
+from storage.errors import StoreError
 from storage.snapshots.manifest import Manifest, Ref
-from storage.snapshots.reader_leases import held
-from storage.snapshots.restore import ReadRetries, Restore, Rewind, bad_hosts
 from storage.snapshots.retention import TAKEN, Keep
-from storage.snapshots.snapshots import Snapshots
 from storage.snapshots.staging import Segment, StageFull
 from storage.snapshots.upload import TrainingBeside, Unchanged, UploadJob, UploadOutcome
-from storage.stores.store_urls import open_store
 from storage.tensor_threads import TensorThread, start_thread
 from storage.tensors import dcp, state_tree
 from storage.tensors.dcp import Filled, Layout
-from storage.tiers.tiers import Tiered
 
 # Host memory for this rank's share of a snapshot, and the plan of which rank writes what.
 
@@ -204,210 +197,6 @@ def tensor_of(segment: Segment) -> torch.Tensor:
     return torch.frombuffer(segment.view, dtype=torch.uint8)
 
 
-# Resuming: every rank loads the same newest snapshot, or all fail alike.
-
-REPLICA_S = 15.0  # timeout of a restore for a silent second bucket
-
-
-class UnfitHosts(HarnessError):
-    """The error for hosts that cannot read a good snapshot. `mine`: this host is one of them."""
-
-    def __init__(self, what: str, mine: bool):
-        super().__init__(what)
-        self.mine = mine
-
-
-class NewestCommitted:
-    """The newest snapshot that workers of this node saw committed, whatever the bucket shows now.
-    It is kept in a small file beside the mark. `path`: None without an agent."""
-
-    def __init__(self, path: Path | None, run_url: str | None, writes: bool):
-        self._path, self._run_url, self._writes = path, run_url, writes
-
-    def name(self) -> str:
-        """Return the snapshot's name; "": none of this run."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            body = json.loads(self._path.read_text()) if self._path else {}
-            return Ref.parse(body["ref"]).name if body["run"] == self._run_url else ""
-        return ""
-
-    def note(self, ref: Ref) -> None:
-        """Record that this snapshot is committed."""
-        if self._path is None or not self._writes:
-            return
-        with contextlib.suppress(OSError, ValueError):
-            if not (before := self.name()) or Ref.parse(before) < ref:
-                new = self._path.with_suffix(".new")
-                new.write_text(json.dumps({"run": self._run_url, "ref": ref.name}))
-                new.replace(self._path)
-
-
-class Resume:
-    """The resuming of this rank. `tier`: the storage tier from which it last read a snapshot;
-    `read_nbytes`: bytes that all ranks together read from each tier."""
-
-    def __init__(
-        self,
-        peers: Peers,
-        run: Run,
-        training: Training,
-        hold: StagingBuffers,
-        last_seen: NewestCommitted,
-        environ: dict[str, str],
-    ):
-        self._peers, self._run, self._training = peers, run, training
-        self._hold, self._last_seen = hold, last_seen
-        self._look_again_s = look_again_s(environ)
-        self._allow_rewind = environ.get("HARNESS_ALLOW_REWIND", "") not in ("", "0")
-        second = environ.get("HARNESS_REPLICA", "")
-        self._replica = (
-            functools.partial(open_store, second, retry_within_s=REPLICA_S) if second else None
-        )
-        self.tier, self._found = "bucket", Counter[str]()
-        self.read_nbytes: dict[str, int] = {}
-
-    def restore(self) -> Manifest | None:
-        """Load the same snapshot of the present phase on every rank, and return its manifest; None:
-        there is none. Raises UnfitHosts, BadInput, StoreError."""
-        phase = self._run.phase
-        if not self._run.url or phase.ends == phase.begins:
-            return None
-        reopen = functools.partial(open_store, self._run.url)
-        self._peers.life.tell()
-        names = self._peers.gather(self._last_seen.name())
-        restore = Restore(
-            self._run.snapshots,
-            self._peers.host,
-            ReadRetries(reopen, self._pause, self._look_again_s),
-            epoch=self._run.epoch,
-            seen=max((Ref.parse(name) for name in names if name), default=None),
-            must_list=self._run.surely_there(),
-            allow_rewind=self._allow_rewind,
-            ends_at=phase.ends,
-            tell=self._note_reading,
-            on_bad=self._note_bad,
-        )
-        while True:
-            with contextlib.ExitStack() as lease:  # so that it is not pruned while it is loaded
-                manifest, again = self._restore_newest(restore, lease)
-            if not again:
-                if manifest is not None:
-                    self._last_seen.note(manifest.ref)
-                return manifest
-
-    def _restore_newest(
-        self, restore: Restore, lease: contextlib.ExitStack
-    ) -> tuple[Manifest | None, bool]:
-        """Return the manifest, and whether to try again: the snapshot was bad, and there may be an
-        older one."""
-        newest: str | None = self._peers.agree(functools.partial(self._newest, restore, lease))
-        if newest is None:
-            return None, False
-        ref, manifest, why, silent = Ref.parse(newest), None, "", ""
-        try:
-            manifest, why = restore.read(ref, functools.partial(self._load_newest, ref))
-        except StoreUnavailable as e:
-            silent = str(e)
-        self._peers.life.tell()
-        said = self._peers.gather((self._peers.host, why, silent))
-        if not bad_hosts(said):
-            found = self._peers.gather(dict(self._found))
-            self.read_nbytes = dict(sum(map(Counter, found), Counter()))
-            if self._peers.rank == 0:
-                restore.done(ref)
-            return manifest, False
-        peers = self._peers
-        unfit = restore.judge(ref, said, peers.rank, peers.gather, peers.agree, self._progress)
-        if unfit:
-            self._refuse_hosts(unfit)
-        return None, True
-
-    def _newest(self, restore: Restore, lease: contextlib.ExitStack) -> str | None:
-        try:
-            found = held(self._run.snapshots, lambda: restore.choose(self._progress), lease)
-        except Rewind as e:  # a person has to decide; on BadInput, agents stop the run
-            raise BadInput(str(e)) from e
-        phase = self._run.phase
-        if found is None or (phase.number > 1 and found.step <= phase.begins):
-            return None  # the phase begins
-        return found.name
-
-    def _progress(self, done: int, total: int) -> None:
-        self._peers.life.tell()
-
-    def _load_newest(self, ref: Ref, snapshots: Snapshots, look: int) -> Manifest:
-        manifest = snapshots.load(ref)
-        self._check_phase(manifest)
-        held = self._hold.courier.held(ref) if look == 0 else {}
-        tiers = tiers_for(manifest, held, snapshots.store) if held else []
-        near = Tiered(snapshots.store, manifest, tiers, self._wrong_tier, replica=self._replica)
-        self._training.load(manifest, Snapshots(near))
-        self.tier, self._found = near.tier, near.read_nbytes
-        return manifest
-
-    def _check_phase(self, manifest: Manifest) -> None:
-        """Raise BadInput if the snapshot is of another phase than the present one."""
-        phase, said = self._run.phase, manifest.data.get("phase", 1)
-        if said != phase.number:
-            raise BadInput(
-                f"{self._run.url}: wanted a snapshot of {phase.label}, which ended at step "
-                f"{phase.ends}, found as the newest one {manifest.ref.name} of phase {said}: what "
-                "the phase had made cannot be brought back; use a new run URL"
-            )
-
-    def _refuse_hosts(self, unfit: dict[str, str]) -> None:
-        """Raise UnfitHosts on all ranks: unfit hosts end for good, and the others form a world
-        without them. `unfit`: the reason for each host."""
-        for host, why in unfit.items():
-            what = f"host {host} is unfit to read snapshots: {why}"
-            self._run.fact(Warned(self._run.step, self._run.epoch, what))
-            if host == self._peers.host or self._peers.rank == 0:
-                print(f"harness: {what}", flush=True)
-        mine = unfit.get(self._peers.host)
-        if mine:
-            write_error(HarnessError(f"this host is unfit to read snapshots: {mine}"))
-        raise UnfitHosts("; ".join(unfit.values()), mine=bool(mine))
-
-    # ---- reports ---------------------------------------------------------------------------------
-    def check(self, manifest: Manifest | None) -> None:
-        """Warn if the run may differ, to the bit, from one that is not interrupted."""
-        if manifest is not None:
-            before = manifest.data.get("environment") or {}
-            if unlike := differences(before, environment(self._peers.device)):
-                self._run.warn(
-                    f"from here on the run may not be the same to the bit as before: {unlike}",
-                    manifest.step,
-                )
-        elif (
-            # Weights that were drawn after they were sharded depend on the world; that usually
-            # shows.
-            self._peers.control is not None
-            and self._training.model is not None
-            and (names := drawn_by_shard(self._training.model, self._peers.control))
-        ):
-            self._run.warn(
-                f"{names[0]!r} (one of {len(names)}) begins with the same values on every rank's "
-                "shard: it was drawn after it was sharded, so what the run begins with depends "
-                "on the number of ranks. harness.fsdp2(model, run) takes models on the meta "
-                "device and gives them values that do not",
-                0,
-            )
-
-    def _pause(self, seconds: float) -> None:
-        self._peers.life.tell()
-        time.sleep(seconds)
-
-    def _note_reading(self, ref: Ref, what: str) -> None:
-        self._run.warn_here(what, ref.step)
-
-    def _note_bad(self, ref: Ref, why: str) -> None:
-        self._run.fact(SnapshotQuarantined(ref.step, ref.epoch, why))
-        print(f"harness: {why}; falling back to the next older snapshot", flush=True)
-
-    def _wrong_tier(self, tier: str, what: str) -> None:
-        self._run.fact(Warned(self._run.step, self._run.epoch, what))
-
-
 COMMIT_TIMEOUT_S = 600.0  # the longest wait for the last snapshot before leaving
 
 
@@ -482,8 +271,8 @@ class Snapshotter:
         self._peers, self._run, self._training, self._log = peers, run, training, log
         self._hold, self._rhythm, self._last_seen, self._keep = hold, rhythm, last_seen, keep
         self.parent: Ref | None = None
-        self.saved_step = -1
-        self._resumed_ref = ""  # the snapshot that this world resumed from
+        self._saved: Ref | None = None
+        self._resumed_ref = ""  # the snapshot that this world resumed from, or that its state is of
         self._last_samples: dict[str, Any] | None = None
         self._flight: PendingSnapshot | None = None
         self._older: list[PendingSnapshot] = []  # overtaken by a snapshot that could not wait
@@ -491,27 +280,40 @@ class Snapshotter:
         self._beside = True
 
     # ---- state -----------------------------------------------------------------------------------
-    def resumed(self, manifest: Manifest | None) -> None:
-        """Continue from the snapshot that was restored; None: there was none."""
+    def resumed(self, manifest: Manifest | None, kept: KeptState | None = None) -> None:
+        """Continue from the snapshot that was restored; None: there was none. `kept`: the state
+        that was restored instead, which comes after that snapshot."""
         where = f"{self._peers.world} {self._run.url}"
         self._rhythm.resumed(manifest.data if manifest else None, where)
         if manifest is not None:
-            self.parent, self.saved_step = manifest.ref, manifest.step
+            self.parent = self._saved = manifest.ref
             self._resumed_ref = manifest.ref.name
             self._last_samples = manifest.data.get("samples")
             head = self._last_samples["head"] if self._last_samples else self._run.genesis()
         else:
             head = self._run.genesis()
         self._log.head = head
+        if kept is not None:
+            behind = chained(kept.steps(), manifest.step if manifest is not None else 0, head)
+            self._log.unsaved = behind
+            if behind:
+                self._log.head, self._log.last = behind[-1].h, behind[-1]
+
+    @property
+    def saved_step(self) -> int:
+        return -1 if self._saved is None else self._saved.step
+
+    def origin(self) -> StateOrigin:
+        """Return where the present state comes from."""
+        now = [] if self._flight is None else [self._flight]
+        saved = "" if self._saved is None else self._saved.name
+        behind = [saved, *(flight.ref.name for flight in [*self._older, *now])]
+        records = [record for flight in now for record in flight.records]
+        return StateOrigin(tuple(behind), (*records, *self._log.unsaved))
 
     @property
     def _frozen(self) -> Frozen:
         return self._training.frozen
-
-    @property
-    def resumed_step(self) -> int:
-        """Step of the snapshot that this world resumed from; 0: none."""
-        return Ref.parse(self._resumed_ref).step if self._resumed_ref else 0
 
     @property
     def flight_step(self) -> int | None:
@@ -528,8 +330,10 @@ class Snapshotter:
         """True while a snapshot is being copied, so that the state must not change."""
         return self._flight is not None and not self._flight.finished
 
-    def due(self) -> bool:
-        return bool(self._run.url) and self.quiet and self._rhythm.due(self._run.step)
+    def due(self, step: int | None = None) -> bool:
+        """Return whether a snapshot is due at this step; None: at the one that is done."""
+        step = self._run.step if step is None else step
+        return bool(self._run.url) and self.quiet and self._rhythm.due(step)
 
     # ---- begin -----------------------------------------------------------------------------------
     def take(self, why: str, ended: str = "", own_loop: bool = False) -> None:
@@ -781,4 +585,4 @@ class Snapshotter:
                 flush=True,
             )
         else:
-            self.saved_step = flight.ref.step
+            self._saved = flight.ref

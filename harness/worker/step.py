@@ -3,6 +3,7 @@ the worker."""
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +43,8 @@ from harness.worker.step_timing import (
 from harness.worker.training_state import PASSED, Judged, Training
 from harness.worker.votes import HalfSteps, Votes
 
-# places in `Pending.ints`; 64-bit values are stored as two halves, so that no sum overflows
+# places in `Pending.ints`; 64-bit values are stored as two halves, so that a float64 holds the sums
+# of 2**21 ranks exactly
 DIGEST, SAMPLES, VOTES = slice(0, 2), 2, slice(3, 3 + len(Want))
 CONTENTS, TWINS = slice(VOTES.stop, VOTES.stop + 2), slice(VOTES.stop + 2, VOTES.stop + 4)
 TELL, GFLOPS, ENOUGH, STEP_MS = range(TWINS.stop, TWINS.stop + 4)
@@ -106,10 +108,12 @@ class Sums:
             elif parts:
                 self.weights[micro] += amount
 
-    def weights_tensor(self) -> torch.Tensor:
-        """Return the weights on the host, pinned for a GPU so that the copy does not block."""
+    def on_host(self, ints: torch.Tensor) -> torch.Tensor:
+        """Return the weights and then `ints` on the host, pinned for a GPU so that the copy does
+        not block."""
         pin = self.losses.device.type == "cuda"
-        return torch.tensor(self.weights, dtype=torch.float64, pin_memory=pin)
+        values = [*self.weights, *ints.tolist()]
+        return torch.tensor(values, dtype=torch.float64, pin_memory=pin)
 
     def ints(self, tell: bool, gflops: int) -> torch.Tensor:
         """Return the values of `Pending.ints`, without votes. `tell`: this is the step after which
@@ -137,32 +141,31 @@ class Pending:
     # from its begin to the end of `update`, by the host's clock, if it was not timed otherwise; the
     # arrival of the numbers, and the script's work until the next step, are not part of its time
     host_s: float
-    # (4,) float64, host (valid when `copied` has passed): loss sum, weight, grad norm; and this
-    # rank's own loss sum
+    # (4 + 11 + wants,) float64, host (valid when `copied` has passed): loss sum, weight, grad norm;
+    # this rank's own loss sum; and then `ints`
     floats: torch.Tensor
-    # (11 + wants,) int64, host: digest halves, samples, `VOTES`, contents halves, halves of the
-    # same digests of replicas' other ranks, whether to gather times now, GFLOP/s, whether the
-    # script requests the end of the run, milliseconds that the step took
-    ints: torch.Tensor
     own_weight: float = 0.0
     micros: int = 0  # micro-batches that this rank did
     copied: Any = None  # a GPU's event; when it has passed, the whole step is done
-    work: Any = None
     with_contents: bool = False  # the record has a digest of the contents read (of a stream)
     scaled: bool = False  # with a GradScaler, so the norm may be infinite
 
     def arrive(self) -> tuple[float, float, float]:
-        """Wait for the other ranks. Return the loss over the global batch, the global weight and
-        the gradient norm. The loss of a step of which the script has skipped everything is 0."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+        """Wait for the device. Return the loss over the global batch, the global weight and the
+        gradient norm. The loss of a step of which the script has skipped everything is 0."""
         if self.copied is not None:
             self.copied.synchronize()
             self.copied = None
-        loss_sum, weight, norm, _ = self.floats.tolist()
+        loss_sum, weight, norm = self.floats[:3].tolist()
         skipped = not weight and loss_sum == 0.0
         return (0.0 if skipped else loss_sum / weight if weight else math.nan), weight, norm
+
+    @functools.cached_property
+    def ints(self) -> torch.Tensor:
+        """(11 + wants,) int64, after `arrive`: digest halves, samples, `VOTES`, contents halves,
+        halves of the same digests of replicas' other ranks, whether to gather times now, GFLOP/s,
+        whether the script requests the end of the run, milliseconds that the step before took."""
+        return self.floats[4:].to(torch.int64)
 
     def digests(self) -> tuple[str, str]:
         """Return the digests of the samples of the step and of their contents ("": not wanted)."""
@@ -185,7 +188,7 @@ class Pending:
 
     @property
     def mean_s(self) -> float:
-        """The seconds that the step took by the ranks' hosts; 0: there is no agent."""
+        """The seconds that the step before took by the ranks' hosts; 0: there is no agent."""
         return int(self.ints[STEP_MS]) / 1e3 / self.record.world
 
     @property
@@ -270,9 +273,9 @@ class Work:
         lr: float,
         begins: int = -1,
     ) -> None:
-        """End a step after the optimizers have stepped: begin the exchange of its numbers between
-        ranks. `began`: wall clock and perf_counter at its begin; `micros`: micro-batches done here;
-        `floats`: as in `Pending.floats`; `begins`: see `StepRecord.begins`."""
+        """End a step after the optimizers have stepped. `began`: wall clock and perf_counter at its
+        begin; `micros`: micro-batches done here; `floats`: as in `Pending.floats`; `begins`: see
+        `StepRecord.begins`."""
         self.timer.enter(COMMUNICATION)
         for share in self.training.hooks.after_update:
             share()
@@ -280,17 +283,6 @@ class Work:
         self.run.step += 1
         # the previous step (on a GPU), whose numbers had a whole step's time to arrive
         self.log.settle()
-        tell = self.peers.rank == 0 and self.log.times.due()
-        ints = sums.ints(tell, self.rates.peak_gflops)
-        self.votes.cast(ints[VOTES], self.snapshotter.due, self.snapshotter.quiet)
-        ints[ENOUGH] = bool(self.votes.enough)
-        if self.votes.know_deadlines:
-            ints[STEP_MS] = int(1e3 * (time.perf_counter() - began[1]))
-        work = (
-            dist.all_reduce(ints, group=self.peers.control, async_op=True)
-            if self.peers.control is not None
-            else None
-        )
         record = rec.StepRecord(
             step=self.run.step,
             epoch=self.run.epoch,
@@ -317,12 +309,24 @@ class Work:
         self.rhythm.note_step(calm=self.snapshotter.quiet)
         self.peers.life.tell(WorkerPhase.COMPUTE, self.run.step)
         self.timer.end()
-        host_s = time.perf_counter() - began[1]
+        host_s = self.log.times.host_s = time.perf_counter() - began[1]
         on_host, copied = to_host(floats)
         self.log.pending = Pending(
-            *(record, began[0], host_s, on_host, ints, sum(sums.weights), micros, copied, work),
+            *(record, began[0], host_s, on_host, sum(sums.weights), micros, copied),
             *(with_contents, scaled),
         )
+
+    def _ints(self, sums: Sums) -> torch.Tensor:
+        """Return this rank's `Pending.ints`. They are summed before the update, so that whoever has
+        made it also holds the step's record."""
+        tell = self.peers.rank == 0 and self.log.times.due()
+        ints = sums.ints(tell, self.rates.peak_gflops)
+        due = functools.partial(self.snapshotter.due, self.run.step + 1)
+        self.votes.cast(ints[VOTES], due, self.snapshotter.quiet)
+        ints[ENOUGH] = bool(self.votes.enough)
+        if self.votes.know_deadlines:
+            ints[STEP_MS] = int(1e3 * self.log.times.host_s)
+        return ints
 
     def summed(self, sums: Sums) -> tuple[torch.Tensor, float | torch.Tensor]:
         """Sum gradients and numbers over all ranks. Return `Pending.floats` without the norm, and
@@ -330,14 +334,17 @@ class Work:
         device = self.peers.device
         self.timer.enter(COMMUNICATION)
         self.training.strategy.reduce()
-        totals = torch.stack([sums.losses, to_device(sums.weights_tensor(), device)])
+        numbers = to_device(sums.on_host(self._ints(sums)), device)
+        totals = torch.cat([sums.losses, numbers])
         own = sums.losses.sum().view(1)
         if self.peers.control is not None:
             dist.all_reduce(totals)  # on the device's stream, so no host waits for it
-        sums.every = totals[0]
+        micros = len(sums.losses)
+        sums.every = totals[:micros]
         self.timer.enter(OPTIMIZER)
         zero = torch.zeros(1, dtype=torch.float64, device=device)
-        floats = torch.cat([totals.sum(1), zero, own])
+        loss_and_weight = totals[: 2 * micros].view(2, micros).sum(1)
+        floats = torch.cat([loss_and_weight, zero, own, totals[2 * micros :]])
         weight: float | torch.Tensor = (
             floats[1] if sums.tokens_weighted else float(self.batching.global_batch)
         )

@@ -73,6 +73,7 @@ class StepTimes:
         # whose time is known only when the next one begins
         self._done, self._newest = NOTHING, NOTHING
         self._samples = self._peak_gflops = 0
+        self.host_s = 0.0  # that the newest step took by this rank's host; 0: not known
         self.traffic: Callable[[], Sequence[Traffic]] = tuple
         self._read = np.zeros(4)  # as of the last gather
         self._gathering: Gathering | None = None
@@ -212,6 +213,8 @@ class StepLog:
         self.head = ""
         self.unsaved: list[rec.StepRecord] = []
         self.usual_step_s = 0.0  # of the newest settled step, the same on all ranks; 0: not known
+        # called when the newest step's record is known, before any exchange between ranks
+        self.when_whole: Callable[[], None] = lambda: None
         self.repeated = False  # a step was repeated, and the warning about it was given
         self.last: rec.StepRecord | None = None
         self._metrics: dict[str, float] = {}
@@ -239,7 +242,6 @@ class StepLog:
         loss, weight, norm = p.arrive()
         self._timer.enter(HARNESS)
         self.pending = None
-        self.times.collect()
         begin_s, dt = self._when(p)
         samples = p.samples
         digest, contents = p.digests()
@@ -271,9 +273,12 @@ class StepLog:
         self.head, self.last = record.h, record
         self.unsaved.append(record)
         self.usual_step_s = p.mean_s
+        if record.step == self._run.step:
+            self.when_whole()
         self._tell(record, begin_s, p.peak_gflops)
         own_loss = float(p.floats[3])
         self.times.note(own_loss, p.own_weight, p.micros, samples, p.peak_gflops)
+        self.times.collect()
         if p.tells_times:
             self.times.gather()
 

@@ -536,6 +536,25 @@ class Training:
         """Return the whole state, by the names under which it is stored."""
         return {self._stored(name): state_of(thing) for name, thing in self._saved.items()}
 
+    @property
+    def is_readable_alone(self) -> bool:
+        """True if every rank has all of the state, and can read it without the others."""
+        return (
+            self.model is not None
+            and isinstance(self.strategy, Replicated)
+            and not self._per_rank
+            and not any(getattr(one, "gathers", False) for one in self._saved.values())
+            and all(isinstance(one, torch.optim.Optimizer) for one in self.optimizers)
+        )
+
+    def state_trained(self) -> dict[str, Any]:
+        """Return the part of `state` that only optimizers and the model's forwards change."""
+        return {name: state_of(thing) for name, thing in self._saved.items() if name in TRAINED}
+
+    def state_aside(self) -> dict[str, Any]:
+        """Return the rest of `state`."""
+        return {name: state_of(thing) for name, thing in self._saved.items() if name not in TRAINED}
+
     def split(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return the state that a snapshot takes, as tensors by path and plain data."""
         if self.put_back is not None:
@@ -633,6 +652,7 @@ class Training:
         }
 
 
+TRAINED = ("model", "optimizer")
 SMALL_NBYTES = 1 << 20  # tensors up to this size are copied when the state is noted
 
 

@@ -113,7 +113,7 @@ class Restore:
         )
         self.must_list, self.allow_rewind = must_list, allow_rewind
         self.ends_at, self._tell, self._on_bad = ends_at, tell, on_bad
-        self._orders: list[RewindOrder] = []
+        self.orders: list[RewindOrder] = []  # as of the last `choose`
         self._passed: dict[Ref, str] = {}  # snapshots that this restore judged bad, and why
         # bad by this host's report alone; marks carry it over to the next restore
         self._alone: list[Ref] = []
@@ -167,7 +167,7 @@ class Restore:
         Raises Rewind, StoreUnavailable.
         """
         committed, doomed, since = self._committed()
-        committed -= left_behind(committed, self._orders)
+        committed -= left_behind(committed, self.orders)
         marked = self.snapshots.quarantined() | self._passed.keys()
         usable = committed - marked
         if ends := self.newest_of([ref for ref in usable if ref.step == self.ends_at]):
@@ -205,8 +205,8 @@ class Restore:
                 self.looks.sleep(pause_s)
                 snapshots = Snapshots(self.looks.reopen(), self.snapshots.chunk_nbytes)
             committed, doomed = snapshots.manifests()
-            self._orders, lacking = rewinds(snapshots.store), ""
-            anew = [one.epoch for one in self._orders if not (one.why and one.step)]
+            self.orders, lacking = rewinds(snapshots.store), ""
+            anew = [one.epoch for one in self.orders if not (one.why and one.step)]
             since = max(anew, default=0)
             recorded = 0 if committed else _recorded(snapshots.store)
             if not committed and self.must_list and not snapshots.store.list(self.must_list):

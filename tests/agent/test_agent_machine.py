@@ -539,12 +539,13 @@ def test_the_run_is_stopped_with_words_that_help():
 
 
 def test_epochs_without_a_new_snapshot_are_counted():
-    found = Fruitless().broken_off(committed=0, attached=True, lasted_s=1.0)
+    found = Fruitless().broken_off(committed=0, kept=-1, attached=True, lasted_s=1.0)
     assert found == Fruitless(1, 0)  # step 0: none is committed yet
-    found = found.broken_off(0, True, 1.0).broken_off(0, True, 1.0)
+    found = found.broken_off(0, -1, True, 1.0).broken_off(0, -1, True, 1.0)
     assert found == Fruitless(3, 0)
-    assert found.broken_off(5, True, 1.0) == Fruitless(1, 5)
-    assert found.broken_off(0, True, ends.FRUITLESS_S) == Fruitless(4, 0)
+    assert found.broken_off(5, -1, True, 1.0) == Fruitless(1, 5)
+    assert found.broken_off(0, 7, True, 1.0) == Fruitless(1, 0, 7)
+    assert found.broken_off(0, -1, True, ends.FRUITLESS_S) == Fruitless(4, 0)
     # of a script without a session the progress is not seen, so time counts
-    assert found.broken_off(0, False, ends.FRUITLESS_S) == Fruitless(1, 0)
-    assert found.broken_off(0, False, 1.0) == Fruitless(4, 0)
+    assert found.broken_off(0, -1, False, ends.FRUITLESS_S) == Fruitless(1, 0)
+    assert found.broken_off(0, -1, False, 1.0) == Fruitless(4, 0)

@@ -69,6 +69,8 @@ def reading_ranks(trainer: Any) -> int:
 class TrainerMemory:
     """The plain state of a transformers.Trainer. `loading`: no collective calls are allowed."""
 
+    gathers = True  # reading its state needs the other ranks
+
     def __init__(self, trainer: Any, place: EpochPlace, company: AllRanks):
         self.place, self.loading = place, False
         self.spent = TimeSpent()

@@ -1,0 +1,393 @@
+"""The state that a rank keeps in its node's host memory when another node is lost. Runs in the
+worker.
+
+No rank can train on without the lost one, so every worker ends. Before it does, the first one of a
+node to hear of the loss copies the state of its last whole step into the node's stage, and the next
+world goes on from there instead of from the last snapshot: one step is lost at most
+(`hand_over.py`).
+
+The state is whole from the end of a step, when its record is known, until an optimizer steps again.
+Only there is it kept. What the open step may have changed is put back: buffers of the model, and
+everything but model and optimizers (schedulers, scalers, the script's own objects) is noted at each
+step boundary.
+
+A rank hears of a loss in two ways. A collective fails, and the exception ends the script: then this
+is its last act (`node/forkserver.py`). Or it waits for a node that is silent: then the agent, which
+knows, writes a byte into a pipe, and a thread keeps the state while the main thread waits.
+
+Ranks keep nothing where that is not sound yet: on GPUs, whose kernels may run ahead of the host; if
+several ranks hold one copy of the model; if state differs by rank, or if reading it needs other
+ranks (`gathers`), as in unchanged scripts of trainers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import secrets
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from harness.core import step_records as rec
+from harness.node.marks import KEPT, keeping_file
+from harness.worker import alone
+from harness.worker.process_group import Peers
+from harness.worker.run_context import Run
+from harness.worker.training_state import SMALL_NBYTES, Training
+from storage.canonical_json import canonical, digest
+from storage.errors import StoreError
+from storage.snapshots.manifest import Manifest, Part, PartList, Ref
+from storage.snapshots.snapshot_keys import part_prefix
+from storage.snapshots.staging import Segment, StageFull, free_nbytes
+from storage.tensors import dcp, state_tree
+from storage.tensors.dcp import version_of
+from storage.tensors.tensor_names import plain_name
+
+SHARE = 0.01  # of the training's time that noting may take; if it takes more, some steps have none
+WHOLE_WITHIN_S = 2.0  # a rank that was asked amid an update waits so long for its end
+
+
+@dataclass(frozen=True)
+class StateOrigin:
+    """The history of a state. `behind`: names of the snapshots that it comes after, committed or
+    on their way ("": the run's begin); `records`: those of the steps since the first of them."""
+
+    behind: tuple[str, ...]
+    records: tuple[rec.StepRecord, ...]
+
+
+class KnowsOrigin(Protocol):
+    """The part of `Snapshotter` that tells where the present state comes from."""
+
+    @property
+    def saved_step(self) -> int: ...
+
+    def origin(self) -> StateOrigin: ...
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """A state in a node's stage. `content`: hash of all its values, the same on all ranks that hold
+    it; `file`: where its bytes lie; `places`: (start, end) there, by key of the manifest's part;
+    `records`: as in `StateOrigin`, encoded."""
+
+    run: str
+    phase: int
+    epoch: int
+    step: int
+    content: str
+    behind: tuple[str, ...]
+    records: str
+    manifest: str
+    file: str
+    places: dict[str, tuple[int, int]]
+
+    @property
+    def ref(self) -> Ref:
+        return Ref(epoch=self.epoch, step=self.step)
+
+    def steps(self) -> list[rec.StepRecord]:
+        """Return the records. Raises BrokenRecords."""
+        return rec.decode(self.records.encode(), self.file)
+
+    def write(self, folder: Path) -> None:
+        """Make this the state that the node keeps, and remove the one before."""
+        before = read(folder)
+        new = folder / f"{KEPT}.new"
+        new.write_text(json.dumps(asdict(self)))
+        new.replace(folder / KEPT)
+        if before is not None and before.file != self.file:
+            Path(before.file).unlink(missing_ok=True)
+
+
+def read(folder: Path | None) -> KeptState | None:
+    """Return the state that this node keeps, if there is one."""
+    if folder is None:
+        return None
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        body = json.loads((folder / KEPT).read_text())
+        places = {key: (int(start), int(end)) for key, (start, end) in body["places"].items()}
+        return KeptState(**{**body, "behind": tuple(body["behind"]), "places": places})
+    return None
+
+
+def drop(folder: Path) -> None:
+    """Remove the state that this node keeps."""
+    if (before := read(folder)) is not None:
+        (folder / KEPT).unlink(missing_ok=True)
+        Path(before.file).unlink(missing_ok=True)
+
+
+@dataclass
+class Noted:
+    """The values that were noted at a step boundary, beside the tensors that only optimizers
+    change. `options`: of the optimizers' groups; `buffers`: copies of those that forwards change.
+    """
+
+    step: int
+    plain: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    versions: dict[str, int]  # of the tensors that are too large to copy
+    options: list[list[dict[str, Any]]]
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def changed(self) -> list[str]:
+        """Return the names of the tensors that no longer have their values of the boundary."""
+        return [name for name, v in self.versions.items() if version_of(self.tensors[name]) != v]
+
+
+class ModelBuffers:
+    """The buffers of a model, by the names of its state, and which of them a step has changed."""
+
+    def __init__(self, model: nn.Module):
+        named = list(model.named_buffers(remove_duplicate=False))
+        self._names = [f"model/{plain_name(name)}" for name, _ in named]
+        self._all = [one for _, one in named]
+        self._versions = [version_of(one) for one in self._all]
+        norms = {
+            id(one)
+            for module in model.modules()
+            # a norm's kernel changes its statistics without a new version number
+            if isinstance(module, nn.modules.batchnorm._NormBase)
+            for one in module.buffers(recurse=False)
+        }
+        self._living = [id(one) in norms for one in self._all]
+        self._copies: dict[str, torch.Tensor] = {}
+
+    def copies(self) -> dict[str, torch.Tensor]:
+        """Return copies of those that some step has changed, by name. The next call writes into
+        them."""
+        now = [version_of(one) for one in self._all]
+        before = zip(self._living, self._versions, now, strict=True)
+        self._living = [lives or old != new for lives, old, new in before]
+        self._versions = now
+        living = {
+            name: one.detach()
+            for name, one, lives in zip(self._names, self._all, self._living, strict=True)
+            if lives
+        }
+        if self._copies.keys() != living.keys():
+            self._copies = {name: one.clone() for name, one in living.items()}
+        elif living:
+            torch._foreach_copy_(list(self._copies.values()), list(living.values()))
+        return self._copies
+
+    def lost(self) -> list[str]:
+        """Return the names of those that have changed for the first time since `copies`."""
+        state = zip(self._names, self._all, self._versions, self._living, strict=True)
+        return [name for name, one, v, lives in state if not lives and version_of(one) != v]
+
+
+def noted(training: Training, step: int, buffers: ModelBuffers) -> Noted:
+    """Return what must be noted at the boundary behind `step`."""
+    tensors, plain = state_tree.split(training.state_aside())
+    large = {name: t for name, t in tensors.items() if t.nbytes > SMALL_NBYTES}
+    settled = training.between_updates(large) if large else set()  # it looks at the whole model
+    held = {n: t if n in large else t.detach().clone() for n, t in tensors.items()}
+    versions = {name: version_of(t) for name, t in large.items() if name not in settled}
+    options = [
+        [{k: copied(v) for k, v in group.items() if k != "params"} for group in one.param_groups]
+        for one in training.optimizers
+    ]
+    return Noted(step, copy.deepcopy(plain), held, versions, options, buffers.copies())
+
+
+def copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+class StateKeeper:
+    """Keeps this rank's state when another is lost. `folder`: the node's stage; None: there is no
+    agent, and nothing is kept. `origin`: tells where the present state comes from. `node`: the
+    agent's folder."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        run: Run,
+        training: Training,
+        origin: KnowsOrigin,
+        folder: Path | None,
+        node: Path | None,
+    ):
+        self._peers, self._run, self._training, self._origin = peers, run, training, origin
+        self.folder, self._node = folder, node
+        self._at_boundary = threading.Condition(threading.RLock())
+        self._noted: Noted | None = None
+        self._buffers: tuple[nn.Module, ModelBuffers] | None = None
+        self._is_whole = self._has_ended = False
+        self._looked_at = -2  # the saved step then
+        self._holds = peers.local_rank == 0  # the node may keep a state of an earlier world
+        self._again_s = 0.0  # when the next note may be taken (perf_counter)
+
+    # ---- in calm training ------------------------------------------------------------------------
+    def listen(self, pipe: Path) -> None:
+        """Keep the state, and end this process, once the agent writes into this pipe."""
+        with contextlib.suppress(OSError):
+            fd = os.open(pipe, os.O_RDWR)
+            threading.Thread(target=self._obey, args=(fd,), name="keeper", daemon=True).start()
+            register_optimizer_step_pre_hook(self.change)
+
+    @property
+    def _is_possible(self) -> bool:
+        training, peers = self._training, self._peers
+        return (
+            self.folder is not None
+            and bool(self._run.url)
+            and peers.device.type == "cpu"
+            and peers.copy_ranks == 1
+            and training.is_readable_alone
+        )
+
+    def note(self) -> None:
+        """Note at the end of a step, whose record is known, that the state is whole."""
+        began_s = time.perf_counter()
+        if not self._is_possible or began_s < self._again_s:
+            return
+        if self._holds:
+            self._forget()
+        model = self._training.model
+        assert model is not None
+        with self._at_boundary:
+            if self._buffers is None or self._buffers[0] is not model:
+                self._buffers = model, ModelBuffers(model)
+            self._noted = noted(self._training, self._run.step, self._buffers[1])
+            self._is_whole = True
+            self._at_boundary.notify_all()
+        cost_s = time.perf_counter() - began_s
+        self._again_s = began_s + cost_s / SHARE
+
+    def change(self, *_: Any) -> None:
+        """Note that an optimizer steps next."""
+        if self._is_whole:
+            with self._at_boundary:
+                self._is_whole = False
+
+    def _forget(self) -> None:
+        """Remove the state that this node keeps if a snapshot of its step, or a later one, is
+        committed."""
+        assert self.folder is not None
+        if (saved := self._origin.saved_step) == self._looked_at:
+            return
+        self._looked_at, kept = saved, read(self.folder)
+        if kept is None or saved >= kept.step:
+            drop(self.folder)
+            self._holds = False
+
+    # ---- when another rank is lost ---------------------------------------------------------------
+    def _obey(self, pipe: int) -> None:
+        os.read(pipe, 1)
+        self.keep(wait_s=WHOLE_WITHIN_S, ends=True)
+        os._exit(1)
+
+    def keep(self, wait_s: float = 0.0, ends: bool = False) -> None:
+        """Keep the state of the last whole step, if there is one, or comes within `wait_s`. `ends`:
+        the process is ended at once, so the state must not change any more."""
+        if self._node is not None:
+            with contextlib.suppress(OSError):
+                keeping_file(self._node, self._peers.local_rank).touch()
+        with self._at_boundary:
+            if wait_s and self._noted is not None and not self._has_ended:
+                self._at_boundary.wait_for(lambda: self._is_whole, wait_s)
+            ready = self._is_whole and not self._has_ended and self._noted is not None
+            if ready and self._is_first():
+                assert self._noted is not None
+                self._has_ended = True
+                try:
+                    self._keep(self._noted)
+                except (OSError, StoreError, TypeError, ValueError, RuntimeError) as e:
+                    print(f"harness: the state of this node is lost: {e}", flush=True)
+            if ends:
+                os._exit(1)
+
+    def _is_first(self) -> bool:
+        """Return whether no other rank of this node keeps its state: they are all the same."""
+        assert self.folder is not None
+        with contextlib.suppress(OSError):
+            claim = self.folder / f"keeper-e{self._run.epoch:06d}"
+            os.close(os.open(claim, os.O_CREAT | os.O_EXCL, 0o600))
+            return True
+        return False
+
+    def _keep(self, noted: Noted) -> None:
+        assert self.folder is not None and self._buffers is not None
+        if lost := noted.changed() + self._buffers[1].lost():
+            print(
+                f"harness: {lost[0]!r} has changed amid a step and was not copied, so this node "
+                "keeps no state",
+                flush=True,
+            )
+            return
+        for one, groups in zip(self._training.optimizers, noted.options, strict=True):
+            for group, options in zip(one.param_groups, groups, strict=True):
+                group.update(options)
+        with torch.no_grad():
+            tensors, plain = state_tree.split(self._training.state_trained())
+        put_back = {name: t for name, t in noted.buffers.items() if name in tensors}
+        tensors, plain = {**tensors, **put_back, **noted.tensors}, plain | noted.plain
+        saver = dcp.Saver(self._run.snapshots, None, own_memory=False)
+        saver.plan(tensors)
+        if (free := free_nbytes(self.folder)) < 2 * saver.nbytes:
+            raise StageFull(
+                f"{self.folder}: wanted room for {saver.nbytes >> 20} MiB twice, {free >> 20} MiB "
+                "are free"
+            )
+        path = self.folder / f"kept-{secrets.token_hex(4)}.segment"
+        segment = Segment.create(path, saver.nbytes)
+        staged = saver.begin(tensors, (), torch.frombuffer(segment.view, dtype=torch.uint8))
+        staged.arrive()
+        self._describe(noted.step, staged, plain, path).write(self.folder)
+        print(f"harness: kept the state of step {noted.step} in this node's memory", flush=True)
+
+    def _describe(
+        self, step: int, staged: dcp.Staged, plain: dict[str, Any], path: Path
+    ) -> KeptState:
+        ref = Ref(epoch=self._run.epoch, step=step)
+        layout, chunk_nbytes = staged.layout, self._run.snapshots.chunk_nbytes
+        keys = {name: f"{part_prefix(ref, 0)}kept-{name}" for name in layout.files}
+        parts = tuple(
+            Part.of(keys[name], content, chunk_nbytes) for name, content in staged.files().items()
+        )
+        index = {
+            name: {**one, "chunks": [{**c, "part": keys[c["part"]]} for c in one["chunks"]]}
+            for name, one in layout.index.items()
+        }
+        data = {"state": plain}
+        told = PartList(ref, 0, 1, "kept", parts, index, data)
+        manifest = Manifest.merge([PartList.from_json(told.to_json())])
+        origin = self._origin.origin()
+        behind = [record for record in origin.records if record.step <= step]
+        return KeptState(
+            run=self._run.url or "",
+            phase=self._run.phase.number,
+            epoch=self._run.epoch,
+            step=step,
+            content=digest(canonical([[part.hashes for part in parts], manifest.data])),
+            behind=origin.behind,
+            records=rec.encode(behind).decode(),
+            manifest=manifest.to_json(),
+            file=str(path),
+            places={keys[name]: place for name, place in layout.files.items()},
+        )
+
+
+def wake_others() -> None:
+    """Close the connections of this process to other ranks, in a thread, so that those that wait
+    for it hear of a loss at once, and not only when it has kept its state."""
+
+    def close() -> None:
+        with contextlib.suppress(RuntimeError), alone.world.inside():
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    threading.Thread(target=close, name="wake", daemon=True).start()
