@@ -33,21 +33,65 @@ from harness.core.world import (
 
 # ---- which offers --------------------------------------------------------------------------------
 def at_most(
-    policy: Policy, *, usd_per_h: float = math.inf, usd_per_gpu_h: float = math.inf
+    policy: Policy,
+    *,
+    usd_per_h: float = math.inf,
+    usd_per_gpu_h: float = math.inf,
+    all_usd_per_h: float = math.inf,
 ) -> Policy:
-    """Return `policy` limited to offers whose node costs at most `usd_per_h`, and at most
-    `usd_per_gpu_h` for each of its GPUs. Nodes that are there stay, whatever their price becomes.
-    """
-    for name, usd in (("usd_per_h", usd_per_h), ("usd_per_gpu_h", usd_per_gpu_h)):
+    """Return `policy` limited to offers whose node costs at most `usd_per_h`, at most
+    `usd_per_gpu_h` for each of its GPUs, and with all other nodes at most `all_usd_per_h`. Nodes
+    that are there stay, whatever their price becomes.
+
+    `all_usd_per_h` counts every node that may be billed at its present price, also one that is
+    about to be replaced. A move begins only if a second world fits in."""
+    limits = {
+        "usd_per_h": usd_per_h,
+        "usd_per_gpu_h": usd_per_gpu_h,
+        "all_usd_per_h": all_usd_per_h,
+    }
+    for name, usd in limits.items():
         if not usd > 0:
             raise BadInput(f"at_most: wanted {name} above 0, found {usd:g}")
-    if math.inf == usd_per_h == usd_per_gpu_h:
-        raise BadInput("at_most: wanted usd_per_h or usd_per_gpu_h, found neither")
+    if all(usd == math.inf for usd in limits.values()):
+        raise BadInput(f"at_most: wanted one of {', '.join(limits)}; found none")
 
     def cheap(offer: Offer) -> bool:
         return offer.usd_per_h <= usd_per_h and offer.usd_per_h <= usd_per_gpu_h * offer.workers
 
+    if all_usd_per_h < math.inf:
+        policy = _with_all(policy, all_usd_per_h)
+    if math.inf == usd_per_h == usd_per_gpu_h:
+        return policy
     return _only(policy, cheap, "every offer costs more than it may")
+
+
+def _with_all(policy: Policy, usd_per_h: float) -> Policy:
+    """Return `policy` with a view in which offers are full that cost too much with all other
+    nodes. They are not hidden: they have room again as soon as another node is gone."""
+
+    def decide(view: View) -> Decision:
+        over = {o.name for o in view.offers if _all_usd_per_h(view, o) > usd_per_h + 1e-9}
+        blocked = {**view.blocked, **dict.fromkeys(over, math.inf)}
+        decision = policy(dataclasses.replace(view, blocked=blocked))
+        if isinstance(decision, Launch):
+            refused = decision.offer.name in over
+        else:
+            may = open_offers(view) if len(view.alive) < view.max_nodes else []
+            refused = isinstance(decision, Wait) and bool(may) and over >= {o.name for o in may}
+        why = "another node would cost more than all together may"
+        return Wait(LOOK_AGAIN_S, why) if refused else decision
+
+    return decide
+
+
+def _all_usd_per_h(view: View, offer: Offer) -> float:
+    """Return USD for an hour of all nodes that may be billed, and of what would be launched on
+    `offer`: one node, or a second world in a place where the run has none."""
+    usd = sum(node.usd_per_h for node in _billed(view))
+    world = view.alive or view.unsure  # without `alive`: see `without_nodes`
+    begins = len(world) if offer.place not in {node.offer.place for node in world} else 1
+    return usd + max(1, begins) * offer.usd_per_h
 
 
 def avoid(policy: Policy, *what: str) -> Policy:
@@ -188,12 +232,23 @@ def reserve_usd(view: View) -> float:
     return sum(n.offer.usd_per_h * yet_s(n) / 3600 for n in (*view.alive, *view.unsure))
 
 
+def _billed(view: View) -> tuple[Node, ...]:
+    """Return the nodes that may be billed, each on its offer at the present price, if known."""
+    now = {offer.name: offer for offer in view.offers}
+
+    def at_present(node: Node) -> Node:
+        offer = now.get(node.offer.name, node.offer)
+        same = offer.usd_per_h == node.usd_per_h
+        return node if same else dataclasses.replace(node, offer=offer)
+
+    return tuple(map(at_present, (*view.alive, *view.unsure)))
+
+
 def without_nodes(view: View, offers: Iterable[Offer]) -> View:
     """Return the view as if there were no nodes, to ask a policy which of `offers` it would take.
-    The cost that present nodes will still cause counts as spent."""
-    spent_usd = view.spent_usd + reserve_usd(view)
-    nothing: dict[str, Any] = {"alive": (), "unsure": (), "doubted": (), "standing_in": {}}
-    return dataclasses.replace(view, **nothing, offers=tuple(offers), spent_usd=spent_usd)
+    The present nodes may still be billed (`View.unsure`)."""
+    nothing: dict[str, Any] = {"alive": (), "doubted": (), "standing_in": {}}
+    return dataclasses.replace(view, **nothing, unsure=_billed(view), offers=tuple(offers))
 
 
 def within_budget(policy: Policy, *, usd: float) -> Policy:
@@ -357,8 +412,9 @@ class _Together:
                 for o in view.offers
                 if o.place == there[0].offer.place and worth.cost(o) < here_costs
             )
-            if offers := open_offers(view, room):
-                return Launch(min(offers, key=worth.cost), "the whole run will be cheaper there")
+            for offer in sorted(open_offers(view, room), key=worth.cost):
+                if isinstance(self.policy(without_nodes(view, [offer])), Launch):
+                    return Launch(offer, "the whole run will be cheaper there")
             if all(n.up_s is not None for n in there):
                 return Terminate(there[-1].attempt, "there is no room for the whole run")
         return Wait(LOOK_AGAIN_S, "a cheaper place is made ready")

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from harness.controller.combinators import at_most, avoid, spread, warm_spare
+from harness.controller.combinators import at_most, avoid, spread, together, warm_spare
 from harness.controller.deadline_policy import by_deadline
 from harness.controller.policies import cheapest, resolve, uses_on_demand
 from harness.core.estimates import Estimates
@@ -62,6 +62,35 @@ def test_at_most_a_price() -> None:
     eight = dataclasses.replace(OD, gpus=8)
     each = at_most(cheapest, usd_per_gpu_h=0.5)
     assert launched(each(view(offers=(A, eight)))) == eight
+
+
+def test_all_nodes_together_cost_at_most() -> None:
+    policy = at_most(cheapest, all_usd_per_h=3.5)
+    why = "another node would cost more than all together may"
+    assert launched(policy(view(up(1, A), up(2, B)))) == A
+    assert waits(policy(view(up(1, A), up(2, B), up(3, B)))) == why
+    # also one that was given up and may still be billed; and at the price of today
+    assert waits(policy(view(up(1, A), unsure=(up(2, A), up(3, A))))) == why
+    dearer = dataclasses.replace(A, usd_per_h=2.4)
+    assert waits(policy(view(up(1, A), offers=(B, C, dearer)))) == why
+    assert launched(policy(view(up(1, C), offers=(A, C)))) == A
+    full = {A.name: 1e9, B.name: 1e9, C.name: 1e9}
+    assert "capacity" in waits(policy(view(up(1, OD), blocked={**full, OD.name: 1e9})))
+    assert waits(policy(view(up(1, A), up(2, A), up(3, A), up(4, A)))) == "all nodes are there"
+    assert waits(at_most(cheapest, all_usd_per_h=0.9)(view())) == why
+    # a policy that takes no notice of what is full gets nothing either
+    assert waits(at_most(lambda view: Launch(OD), all_usd_per_h=3.5)(view(up(1, A)))) == why
+
+
+def test_a_run_moves_only_where_a_second_world_fits_into_what_all_may_cost() -> None:
+    here = up(1, C), up(2, C)
+    for usd_per_h, moves in ((5.0, True), (4.9, False)):
+        policy = together(at_most(cheapest, all_usd_per_h=usd_per_h), stay_s=600.0)
+        decision = policy(view(*here, offers=(A, C), max_nodes=2))
+        assert isinstance(decision, Launch) is moves, usd_per_h
+    dearer = dataclasses.replace(A, usd_per_h=1.2)  # meanwhile
+    moving = policy(view(*here, up(3, A), offers=(dearer, C), max_nodes=2))
+    assert moving == Terminate(3, "there is no room for the whole run")
 
 
 @pytest.mark.parametrize(
@@ -255,7 +284,7 @@ def test_a_policy_is_written_as_a_call(text: str, takes: Offer | None) -> None:
         ("at_most", r"goes around a policy; write for example at_most\(best_value, \.\.\.\)"),
         ("at_most()", "goes around a policy"),
         ("at_most(usd_per_h=2)", "goes around a policy"),
-        ("at_most(cheapest)", "wanted usd_per_h or usd_per_gpu_h, found neither"),
+        ("at_most(cheapest)", "wanted one of usd_per_h, usd_per_gpu_h, all_usd_per_h"),
         ("at_most(cheapest, 2)", r"too many positional arguments; it is at_most\(policy"),
         ("at_most(cheapest, usd=2)", "unexpected keyword argument 'usd'"),
         ("at_most(cheapest, usd_per_h=-2)", "above 0, found -2"),

@@ -41,6 +41,7 @@ class TestCombinators(PolicyContract):
     @pytest.fixture(
         params=[
             "at_most(best_value, usd_per_h=2)",
+            "at_most(warm_spare(patient), all_usd_per_h=3)",
             "avoid(cheapest, b, y)",
             "spread(cheapest, zones=2)",
             "warm_spare(best_value, n=1)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 
 from harness.cli import launch
 from harness.controller.deadline_policy import by_deadline, deadline
-from harness.controller.policies import cheapest
-from harness.core.world import Offer, View
+from harness.controller.policies import cheapest, launched
+from harness.core.world import Decision, Launch, Offer, View
 from harness.planner.decision_log import explained
 from harness.planner.fast_replay import play
 from harness.planner.forecast import NodeShape, PlanCandidate, PlannedRun, policy_of
@@ -34,6 +35,29 @@ def test_deadlines_are_kept_in_markets_that_nobody_knows() -> None:
         for slack in (1.08, 1.5):
             job = ReplayJob(20.0, 20.0 * slack, nodes=(1, nodes), changeover_s=600.0, lost_s=300.0)
             assert not play(zones, 0, job, by_deadline(cheapest)).missed, (seed, slack)
+
+
+@pytest.mark.parametrize("name", ["at_most({}, all_usd_per_h=3.3)", "warm_spare(at_most({}, all_usd_per_h=3.3))"])
+@pytest.mark.parametrize("inside", ["best_value", "on_demand_fallback", "deadline"])
+def test_all_nodes_together_cost_no_more_than_they_may(name: str, inside: str) -> None:
+    """At the moment of each launch, in two places whose prices move, at half of what all would."""
+    policy, most = launched(name.format(inside)), list[float]()
+
+    def watched(view: View) -> Decision:
+        decision = policy(view)
+        if isinstance(decision, Launch):
+            now = {offer.name: offer.usd_per_h for offer in view.offers}
+            most.append(sum(now[n.offer.name] for n in view.alive) + decision.offer.usd_per_h)
+        return decision
+
+    rng = np.random.default_rng(5)
+    zones = usual_zones(2, rng, nodes=4, usd_per_h=1.0)
+    zones = [dataclasses.replace(zone, price_swing=0.3) for zone in zones]
+    made = make_up(zones, 60, rng, tick_s=600.0)
+    job = ReplayJob(8.0, 40.0, nodes=(1, 4), changeover_s=600.0, lost_s=300.0)
+    found = play(made, 0, job, watched)
+    assert 2.0 < max(most) <= 3.3 + 1e-6
+    assert math.isfinite(found.finish_h)
 
 
 # ---- the policy `deadline` ------------------------------------------------------------------------
