@@ -4,10 +4,11 @@ markets."""
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ LEGEND = (
     "hours: until the work was done; missed: deadlines, of windows; moves: to another zone"
 )
 MOST_TIMES = 1000.0  # longest deadline as a multiple of --work
+ON_DEMAND_USD = 3.06  # an hour of an AWS p3.2xlarge
 TRACE_SUFFIXES = (".json", ".csv", ".txt")  # of the traces in a folder
 
 
@@ -70,14 +72,24 @@ class SimulateFlags:
         "10m", "with --trace: time from asking for a node until it trains", metavar="TIME"
     )
     lost: str = flag("0s", "with --trace: work that goes with a node that is taken", metavar="TIME")
-    move_usd: float = flag(0.0, "with --trace: what a begin in another zone costs besides")
+    move_usd: tuple[str, ...] = flag(
+        (),
+        "with --trace: what a begin in another zone costs besides (default: 0); of one pair as "
+        "FROM:TO=USD, with * for anything; repeat it, the last that fits counts",
+        metavar="USD",
+    )
     one_region: bool = flag(
         False, "with --trace: nodes of different zones train together, and moves cost nothing"
     )
     spot_usd_per_h: float = flag(
         0.9731, "with --trace: of a node on spot, where a trace has no prices", above=0
     )
-    on_demand_usd_per_h: float = flag(3.06, "with --trace: of a node on demand", above=0)
+    on_demand_usd_per_h: tuple[str, ...] = flag(
+        (),
+        "with --trace: of a node on demand (default: 3.06); of one zone as ZONE=USD, with * for "
+        "anything; repeat it, the last that fits counts",
+        metavar="USD",
+    )
     polarity: str = flag(
         "",
         "with --trace: what 1 means in a trace of 0 and 1, available or preempted (default: as it "
@@ -164,7 +176,9 @@ def _on_markets(flags: SimulateFlags) -> int:
 
         plot_paths(flags.plot)
     jobs = _jobs(flags)
-    markets = _markets(flags)
+    markets = _priced(flags, _markets(flags))
+    moves = _moves(flags, markets)
+    jobs = [dataclasses.replace(job, moves=moves) for job in jobs]
     names = _listed(flags.policy) or policy_table.usual_policies(jobs[0])
     if flags.why:
         return _why(flags, markets, jobs, names)
@@ -266,9 +280,9 @@ def _jobs(flags: SimulateFlags) -> list[ReplayJob]:
             node_range(flags.nodes),
             changeover_s=_hours("--changeover", flags.changeover, "s") * 3600,
             lost_s=_hours("--lost", flags.lost, "s") * 3600,
-            move_usd=flags.move_usd,
+            move_usd=_usd("--move-usd", flags.move_usd, 0.0)[0],
             spot_usd_per_h=flags.spot_usd_per_h,
-            on_demand_usd_per_h=flags.on_demand_usd_per_h,
+            on_demand_usd_per_h=_usd(ON_DEMAND, flags.on_demand_usd_per_h, ON_DEMAND_USD)[0],
             one_place=flags.one_region,
         )
         for deadline_h in hours
@@ -313,6 +327,66 @@ def _markets(flags: SimulateFlags) -> Markets:
         }
     zones = read_market(texts, asked)
     return {zones[0].zone if len(zones) == 1 else f"{len(zones)} zones": zones}
+
+
+# ---- prices of zones and moves -------------------------------------------------------------------
+ON_DEMAND = "--on-demand-usd-per-h"
+
+
+def _usd(name: str, given: Sequence[str], usually: float) -> tuple[float, dict[str, float]]:
+    """Return the price that is given without a name (else `usually`), and the others by the
+    pattern before their `=`. Raises BadInput."""
+    bounds = Bounds(above=0, at_most=1e6) if name == ON_DEMAND else Bounds(at_most=1e6)
+    found: dict[str, float] = {}
+    for one in _listed(given):
+        pattern, _, usd = one.rpartition("=")
+        try:
+            price = bounds.of(usd, float)
+        except ValueError as e:
+            raise BadInput(f"{name} {one}: {e}") from None
+        if pattern:
+            found[pattern] = price
+        else:
+            usually = price
+    return usually, found
+
+
+def _priced(flags: SimulateFlags, markets: Markets) -> Markets:
+    """Return the markets with the prices on demand that are given for some zones. Raises
+    BadInput."""
+    names = [zone.zone for zones in markets.values() for zone in zones]
+    usd = _matched(ON_DEMAND, _usd(ON_DEMAND, flags.on_demand_usd_per_h, 0.0)[1], names)
+    return {
+        market: [dataclasses.replace(z, on_demand_usd_per_h=usd.get(z.zone)) for z in zones]
+        for market, zones in markets.items()
+    }
+
+
+def _moves(flags: SimulateFlags, markets: Markets) -> tuple[tuple[str, str, float], ...]:
+    """Return (from, to, USD) of the moves whose price is given separately. Raises BadInput."""
+    found: dict[tuple[str, str], float] = {}
+    given = _usd("--move-usd", flags.move_usd, 0.0)[1]
+    pairs = {
+        f"{a.zone}:{b.zone}": (a.zone, b.zone)
+        for zones in markets.values()
+        for a, b in itertools.permutations(zones, 2)
+    }
+    for name, usd in _matched("--move-usd", given, list(pairs)).items():
+        found[pairs[name]] = usd
+    return tuple((a, b, usd) for (a, b), usd in found.items())
+
+
+def _matched(flag_name: str, given: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
+    """Return the price of each name that a pattern fits; the last one counts. Raises BadInput for
+    a pattern that fits none."""
+    found: dict[str, float] = {}
+    for pattern, usd in given.items():
+        fit = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not fit:
+            some = ", ".join(names[:8]) or "none, as there is one zone"
+            raise BadInput(f"{flag_name} {pattern}={usd:g}: nothing is so named; found {some}")
+        found |= dict.fromkeys(fit, usd)
+    return found
 
 
 def _files(path: Path) -> list[Path]:
@@ -362,8 +436,15 @@ def _line(row: MarketRow, table: MarketTable) -> dict[str, Any]:
         "lost_s": job.lost_s,
         "move_usd": job.move_usd,
         "spot_usd_per_h": _spot_price(table.markets[row.market], job),
+        "moves_usd": job.moves,
         "on_demand_usd_per_h": job.on_demand_usd_per_h,
+        "zones_on_demand_usd_per_h": _dear(table.markets[row.market], job),
     }
+
+
+def _dear(zones: Sequence[ZoneTrace], job: ReplayJob) -> dict[str, float]:
+    """Return the price of a node on demand in each zone."""
+    return {zone.zone: zone.on_demand(job.on_demand_usd_per_h) for zone in zones}
 
 
 def _spot_price(zones: Sequence[ZoneTrace], job: ReplayJob) -> float | None:
@@ -395,19 +476,26 @@ def _head(name: str, zones: Sequence[ZoneTrace]) -> str:
 
 def _terms(table: MarketTable, flags: SimulateFlags) -> str:
     job = table.rows[0].job
+    dear = {usd for zones in table.markets.values() for usd in _dear(zones, job).values()}
+    moves = {job.move_usd, *(usd for _, _, usd in job.moves)}
     priced = any(z.usd_per_h is not None for zones in table.markets.values() for z in zones)
     spot = "as the trace says" if priced else f"{job.spot_usd_per_h:g}"
     low, high = job.nodes
     more = [
         f"{job.work_h:g} h of work on {high} node{'s' if high > 1 else ''}",
-        f"USD per hour: spot {spot}, on demand {job.on_demand_usd_per_h:g}",
+        f"USD per hour: spot {spot}, on demand {_range(dear)}",
         f"changeover {job.changeover_s:g} s",
         *([f"at least {low} nodes"] if low > 1 else []),
         *([f"{job.lost_s:g} s lost with each node taken"] if job.lost_s else []),
-        *([f"{job.move_usd:g} USD for each move"] if job.move_usd else []),
+        *([f"{_range(moves)} USD for each move"] if any(moves) else []),
         f"1 means {flags.polarity or 'available, unless the trace says otherwise'}",
     ]
     return "; ".join(more)
+
+
+def _range(usd: Collection[float]) -> str:
+    low, high = min(usd), max(usd)
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 def _bare_table(title: str) -> Table:

@@ -150,7 +150,7 @@ class HoursLeft:
 @dataclass(frozen=True)
 class NodeCase:
     """One decision about one node. `spot`: the spot offers that are considered, cheapest first;
-    `dear`: the on-demand offers, likewise."""
+    `dear`: the on-demand offers, those first where the rest of the work costs least with a move."""
 
     view: View
     hours: HoursLeft
@@ -173,7 +173,13 @@ class NodeCase:
             known.look_s / 3600,
             known.lost_s / 3600,
         )
-        return cls(view, hours, tuple(spot), tuple(dear), nodes)
+        case = cls(view, hours, tuple(spot), tuple(dear), nodes)
+        work_h = max(left, 1.0) / 3600  # of one worker of speed 1
+
+        def usd(offer: Offer) -> float:
+            return usd_per_work(offer) + case._move_usd(offer) / work_h
+
+        return dataclasses.replace(case, dear=tuple(sorted(dear, key=usd)))
 
     # ---- decisions -------------------------------------------------------------------------------
     def decide(self) -> Decision:
@@ -223,7 +229,10 @@ class NodeCase:
         waited has cost as much as the move, which then costs at most twice what was necessary; and
         not at all if the wait that is expected costs more. Less time for the rest has its price."""
         home, now_s = self._home(), self.view.now_s
-        if not self.view.known.move_usd or not home or offer.place in ("", home):
+        if not home or offer.place in ("", home):
+            return False
+        move_usd = self.view.known.moved_usd(home, offer.place)
+        if not move_usd:
             return False
         here = [o for o in self.spot if o.place == home]
         seen = [s for o in here if (s := self.view.known.capacity.get(o.name)) is not None]
@@ -238,7 +247,7 @@ class NodeCase:
         hour = max(0.0, later - now) / more_h
         dearer = usd_per_work(offer) - min(map(usd_per_work, here))
         stay_h = min(hours.work, 1 / self._losses_per_h(offer))
-        move_usd = self.view.known.move_usd + max(0.0, dearer) * offer.speed * stay_h
+        move_usd += max(0.0, dearer) * offer.speed * stay_h
         return max(waited_h, more_h) * hour * self.dear[0].usd_per_h < move_usd
 
     def _may_lose(self) -> bool:
@@ -327,7 +336,7 @@ class NodeCase:
             saved = self._prices.over(rented.offer, here, stay_h) - self._prices.over(
                 offer, there, stay_h
             )
-            move = self.view.known.move_usd if offer.place != rented.offer.place else 0.0
+            move = self._move_usd(offer)
             move += there * hours.begin + YOUNG_LOSSES * (self._loss_usd(offer) + move)
             if saved * stay_h > 2 * move:
                 return offer
@@ -434,10 +443,13 @@ class NodeCase:
         losses = self._losses_per_h(offer)
         stay_h = max(0.1, min(self.hours.work, 1 / losses))
         price = self._prices.over(offer, usd_per_work(offer), stay_h)
-        away = offer.place not in ("", self._home())
-        move_usd = self.view.known.move_usd if away else 0.0
         price *= 1 + self._snapshots(offer).share
-        return price + losses * self._loss_usd(offer) + move_usd / stay_h
+        return price + losses * self._loss_usd(offer) + self._move_usd(offer) / stay_h
+
+    def _move_usd(self, offer: Offer) -> float:
+        """Return USD for the snapshot to go to that offer's place."""
+        home = self._home()
+        return 0.0 if offer.place in ("", home) else self.view.known.moved_usd(home, offer.place)
 
     def _loss_usd(self, offer: Offer) -> float:
         """Return USD for a loss there: a begin in another place, and the work to be redone."""

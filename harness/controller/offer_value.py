@@ -51,7 +51,7 @@ class Worth:
             self.measured
             or self.known.micro_batches
             or self._losses_known
-            or (self.home and (self.known.move_usd or self.known.snapshot_bytes))
+            or (self.home and self._moves_known)
         )
 
     def best(self, offers: Iterable[Offer]) -> Offer | None:
@@ -140,6 +140,11 @@ class Worth:
         seen = self.known.capacity.get(offer.name) if offer.spot else None
         return self.known.snapshots(seen, self.nodes).interval_s
 
+    @property
+    def _moves_known(self) -> bool:
+        known = self.known
+        return bool(known.move_usd or known.moves or known.snapshot_bytes)
+
     def _risky(self, offer: Offer) -> bool:
         return offer.spot and self._losses_known
 
@@ -152,9 +157,8 @@ class Worth:
         """Return the USD of egress for reading the snapshot once in the offer's place."""
         if not self.home or not offer.place or offer.place == self.home:
             return 0.0
-        return (
-            transfer_usd(self.home, offer.place, self.known.snapshot_bytes) or self.known.move_usd
-        )
+        listed_usd = transfer_usd(self.home, offer.place, self.known.snapshot_bytes)
+        return listed_usd or self.known.moved_usd(self.home, offer.place)
 
 
 def useful_share(

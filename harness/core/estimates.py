@@ -122,6 +122,8 @@ class Estimates:
     commit_s: float = 0.0
     snapshot_bytes: int = 0
     move_usd: float = 0.0  # for the snapshot to leave the region, once
+    # (from, to) -> the same between these places, where that is known separately
+    moves: Mapping[tuple[str, str], float] = field(default_factory=dict)
     home: str = ""  # the place (`Offer.place`) where reading snapshots is free
     deadline_s: float | None = None  # the run's clock; None: no deadline
     # spending limit, counted like `View.spent_usd`: the lowest limit around this policy
@@ -130,6 +132,10 @@ class Estimates:
     capacity: Mapping[str, CapacitySeen] = field(default_factory=dict)  # by offer
     # by offer: (time, USD per hour) of each observed change, the oldest first
     prices: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+
+    def moved_usd(self, source: str, target: str) -> float:
+        """Return USD for a snapshot in the place `source` to be read once in `target`."""
+        return self.moves.get((source, target), self.move_usd)
 
     def snapshots(self, seen: CapacitySeen | None, nodes: int) -> SnapshotPace:
         """Return the snapshot pace of a world of `nodes` nodes. `seen`: observations of its place;

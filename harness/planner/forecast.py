@@ -312,7 +312,7 @@ def hindsight_usd(
         market(shape, job, np.random.default_rng((seed, at)), dict(history or {}))
         for at in range(markets)
     )
-    return tuple(fleet_optimum_usd(zones, 0, job.to_do, job.nodes[1]) for zones in made)
+    return tuple(fleet_optimum_usd(zones, 0, job.to_do(zones), job.nodes[1]) for zones in made)
 
 
 def job_of(candidate: PlanCandidate, run: PlannedRun) -> ReplayJob:

@@ -15,6 +15,7 @@ Pure.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -39,9 +40,9 @@ NodeSpan: TypeAlias = tuple[str, float, float, bool]
 class ReplayJob:
     """The job to replay. `nodes`: the fewest that can train, and the most. `work_h`: hours on the
     most nodes, undisturbed; `deadline_h`: hours from the window's beginning. Prices are those of
-    one node, where the trace has none. `move_usd`: cost of a start in another place than the node
-    before. `one_place`: nodes in different zones train together, and a move costs nothing (zones of
-    one region).
+    one node, where the zone has none. `move_usd`: cost of a start in another place than the node
+    before; `moves`: (from, to, USD) of those that cost something else. `one_place`: nodes in
+    different zones train together, and a move costs nothing (zones of one region).
 
     `snapshot_s`: time between two snapshots; 0 means one in every tick. `unnoticed`: the share of
     nodes that are preempted without a notice, and so lose all work since the newest snapshot;
@@ -61,6 +62,7 @@ class ReplayJob:
     unnoticed: float = 0.0
     pause_s: float = 0.0
     step_s: float = STEP_S
+    moves: tuple[tuple[str, str, float], ...] = ()
 
     @property
     def total_steps(self) -> int:
@@ -71,9 +73,20 @@ class ReplayJob:
         """Node-seconds of the whole work."""
         return self.work_h * 3600 * self.nodes[1]
 
-    @property
-    def to_do(self) -> WorkToDo:
-        """The work of all nodes, as an optimum takes it."""
+    def moved_usd(self, source: str, target: str) -> float:
+        """Return USD for a start in the place `target` after one in `source`."""
+        if self.one_place or source in ("", target):
+            return 0.0
+        return self._moves.get((source, target), self.move_usd)
+
+    @functools.cached_property
+    def _moves(self) -> dict[tuple[str, str], float]:
+        return {(source, target): usd for source, target, usd in self.moves}
+
+    def to_do(self, zones: Sequence[ZoneTrace]) -> WorkToDo:
+        """Return the work of all nodes in these zones, as an optimum takes it."""
+        names = [zone.zone for zone in zones]
+        pairs = tuple(tuple(self.moved_usd(a, b) for b in names) for a in names)
         return WorkToDo(
             self.work_h * self.nodes[1],
             self.deadline_h,
@@ -81,6 +94,7 @@ class ReplayJob:
             self.spot_usd_per_h,
             self.on_demand_usd_per_h,
             0.0 if self.one_place else self.move_usd,
+            pairs if self.moves and not self.one_place else (),
         )
 
     @property
@@ -166,10 +180,11 @@ class MarketFleet:
         self.job, self.tick_s, self.tick = job, zones[0].tick_s, 0
         until = first + math.ceil(job.limit_h * 3600 / self.tick_s) + 1
         self._rooms = {z.zone: z.nodes[first:until].tolist() for z in zones}
-        self._usd_per_h = {
-            z.zone: None if z.usd_per_h is None else z.usd_per_h[first:until].tolist()
-            for z in zones
-        }
+        self._usd_per_h = dict[str, list[float]]()  # in each tick; the last one goes on
+        for z in zones:
+            spot = None if z.usd_per_h is None else z.usd_per_h[first:until].tolist()
+            self._usd_per_h[z.zone] = spot or [job.spot_usd_per_h]
+            self._usd_per_h[z.zone + ON_DEMAND] = [z.on_demand(job.on_demand_usd_per_h)]
         self._places = {
             z.zone: "" if job.one_place else (places or {}).get(z.zone, z.zone) for z in zones
         }
@@ -197,6 +212,7 @@ class MarketFleet:
             look_s=self.tick_s,
             lost_s=job.lost_s,
             move_usd=job.move_usd,
+            moves={} if job.one_place else {(a, b): usd for a, b, usd in job.moves},
             deadline_s=job.deadline_h * 3600,
             capacity=capacity,
             prices=prices,
@@ -206,9 +222,9 @@ class MarketFleet:
         """Return the offers, cheapest first; the same objects while prices do not change."""
         prices = [self._price(name) for name in self._rooms]
         if prices != self._offers[0]:
-            dear, found = self.job.on_demand_usd_per_h, list[Offer]()
+            found = list[Offer]()
             for name, usd in zip(self._rooms, prices, strict=True):
-                place = self._places[name]
+                place, dear = self._places[name], self._price(name + ON_DEMAND)
                 found.append(Offer(usd, name, on_demand_usd_per_h=dear, place=place))
                 if self._on_demand:
                     found.append(Offer(dear, name + ON_DEMAND, False, place=place))
@@ -227,7 +243,7 @@ class MarketFleet:
         self.nodes[attempt] = there[attempt] = node
         self._training.begins_s[attempt] = at_work_s
         if self._place not in ("", offer.place) and not self.job.one_place:
-            self.bill.usd += self.job.move_usd
+            self.bill.usd += self.job.moved_usd(self._place, offer.place)
             self.bill.moves += 1
         self._place = offer.place
         return node
@@ -259,8 +275,7 @@ class MarketFleet:
         for name, there in self._by_offer.items():
             if there:
                 spot = not name.endswith(ON_DEMAND)
-                usd_per_h = self._price(name) if spot else self.job.on_demand_usd_per_h
-                bill.add(len(there), usd_per_h, seconds, spot)
+                bill.add(len(there), self._price(name), seconds, spot)
         if bill.work >= self.job.work - 1e-6 and bill.done_s is None:
             bill.done_s = end_s
         self.tick += 1
@@ -316,10 +331,8 @@ class MarketFleet:
         rooms = self._rooms[zone]
         return int(rooms[self.tick]) if self.tick < len(rooms) else 0
 
-    def _price(self, zone: str) -> float:
-        prices = self._usd_per_h[zone]
-        if prices is None:
-            return self.job.spot_usd_per_h
+    def _price(self, name: str) -> float:
+        prices = self._usd_per_h[name]
         return float(prices[min(self.tick, len(prices) - 1)])
 
     def _train(self, since_s: float, until_s: float) -> float:

@@ -35,8 +35,9 @@ CHOICES_KEPT = 6e7  # in memory at once; the others are computed again
 
 @dataclass(frozen=True)
 class WorkToDo:
-    """The work to be done. Hours of one node without interruption; USD per hour of spot where a
-    trace has no prices, and on demand."""
+    """The work to be done. Hours of one node without interruption; USD per hour of spot and on
+    demand, where a zone has no prices. `moves`: USD of a move from each zone to each, in their
+    order; empty: `move_usd` between any two."""
 
     hours: float
     deadline_hours: float
@@ -44,6 +45,7 @@ class WorkToDo:
     spot_usd_per_h: float
     on_demand_usd_per_h: float
     move_usd: float = 0.0
+    moves: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,18 +131,24 @@ class _Table:
         ahead: int,
         most: int,
     ):
-        self.parts, self.left, self.move_usd = parts, left, work.move_usd
+        self.parts, self.left = parts, left
+        self.moves = _moves(work, len(zones))
+        apart = bool(self.moves.any())
         # the deadline may lie within the last tick; then only this many of its parts count
         self.ticks = ticks = -(-most // parts)
         self.last_parts = most - (ticks - 1) * parts
         self.tick_h, self.zones = zones[0].tick_s / 3600, len(zones)
         # a begin takes this many ticks; the last one may make some progress
         self.begin_ticks, self.begin_parts = -(-ahead // parts), -ahead % parts
-        moves = range(len(zones) if work.move_usd else 1)
-        self.zone_of = [*(z if work.move_usd else 0 for z in range(len(zones))), *moves]
+        others = self.moves[~np.eye(len(zones), dtype=bool)]
+        self.alike = not len(others) or float(np.ptp(others)) == 0  # all moves cost the same
+        each_zone = range(len(zones))
+        self.zone_of = [*(z if apart else 0 for z in each_zone), *(each_zone if apart else [0])]
         places = len(self.zone_of)
         self.open = np.zeros((ticks, places), dtype=bool)
-        self.usd = np.full((ticks, places), work.on_demand_usd_per_h * self.tick_h)
+        dear = [zone.on_demand(work.on_demand_usd_per_h) for zone in zones]
+        self.usd = np.zeros((ticks, places))
+        self.usd[:, len(zones) :] = np.array(dear if apart else [min(dear)]) * self.tick_h
         self.open[:, len(zones) :] = True
         for z, zone in enumerate(zones):
             nodes = zone.nodes[first : first + ticks]
@@ -192,12 +200,14 @@ class _Table:
             begun = self._then(after.running[-1], self.begin_parts, tick, self.begin_ticks)
         idle = after.idle.copy()
         begin = np.full(idle.shape, NOWHERE, np.int16)
-        cheapest = begun.argmin(axis=0)
-        everywhere = np.take_along_axis(begun, cheapest[None], axis=0)[0] + self.move_usd
+        move_usd = float(self.moves.max())
+        everywhere, cheapest = _cheapest(begun + move_usd if self.alike else begun)
         for zone in range(len(idle)):
+            if not self.alike:
+                everywhere, cheapest = _cheapest(begun + self.moves[zone, self.zone_of][:, None])
             better = everywhere <= idle[zone] + AS_GOOD_USD
             idle[zone][better], begin[zone][better] = everywhere[better], cheapest[better]
-            for place in np.flatnonzero(self.open[tick]) if self.move_usd else ():
+            for place in np.flatnonzero(self.open[tick]) if self.alike and move_usd else ():
                 if self.zone_of[place] == zone:
                     better = begun[place] <= idle[zone] + AS_GOOD_USD
                     idle[zone][better], begin[zone][better] = begun[place][better], place
@@ -263,6 +273,19 @@ class _Table:
         return found[::-1]
 
 
+def _cheapest(begun: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """Return (cost, place) of the cheapest begin for each amount of remaining work."""
+    place = begun.argmin(axis=0)
+    return np.take_along_axis(begun, place[None], axis=0)[0], place
+
+
+def _moves(work: WorkToDo, zones: int) -> NDArray[np.float64]:
+    """Return USD of a move from each zone to each."""
+    found = np.array(work.moves) if work.moves else np.full((zones, zones), work.move_usd)
+    np.fill_diagonal(found, 0.0)
+    return found
+
+
 # The cost of an omniscient planner with many nodes: the least cost of some node-hours of work by
 # a deadline, with any number of nodes up to a limit in each tick.
 
@@ -287,9 +310,12 @@ def fleet_optimum_usd(
     grain = max(1, parts // SHARES)
     most = int(work.deadline_hours * 3600 / tick_s + 1e-9) * per_tick
     each = dataclasses.replace(
-        work, hours=most / per_tick * tick_s / 3600, move_usd=work.move_usd / nodes
+        work,
+        hours=most / per_tick * tick_s / 3600,
+        move_usd=work.move_usd / nodes,
+        moves=_fleet_moves(work, nodes),
     )
-    market = [_merged(zones)] if one_place else list(zones)
+    market = [_merged(zones, work)] if one_place else list(zones)
     known: dict[bytes, NDArray[np.float64]] = {}
     total = np.full(-(-parts // grain) + 1, math.inf)
     total[0] = 0.0
@@ -313,9 +339,23 @@ def _shared(one: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.
     return np.minimum.accumulate(found[::-1])[::-1]
 
 
-def _merged(zones: Sequence[ZoneTrace]) -> ZoneTrace:
+def _fleet_moves(work: WorkToDo, nodes: int) -> tuple[tuple[float, ...], ...]:
+    """Return USD of the moves of one of so many nodes, which may lead over other zones: others of
+    the fleet may have been there meanwhile."""
+    if not work.moves:
+        return ()
+    least = _moves(work, len(work.moves))
+    for over in range(len(least)):
+        least = np.minimum(least, least[:, over, None] + least[over])
+    return tuple(map(tuple, (least / nodes).tolist()))
+
+
+def _merged(zones: Sequence[ZoneTrace], work: WorkToDo) -> ZoneTrace:
     """Return one zone with the nodes of all zones, each at the lowest price."""
+    dear = min(zone.on_demand(work.on_demand_usd_per_h) for zone in zones)
     nodes = np.sum([zone.nodes for zone in zones], axis=0)
     prices = [zone.usd_per_h for zone in zones if zone.usd_per_h is not None]
     least = np.min(prices, axis=0) if len(prices) == len(zones) else None
-    return dataclasses.replace(zones[0], nodes=nodes, usd_per_h=least)
+    return dataclasses.replace(
+        zones[0], nodes=nodes, usd_per_h=least, on_demand_usd_per_h=dear
+    )

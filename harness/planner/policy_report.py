@@ -285,7 +285,9 @@ def timeline(zones: Sequence[ZoneTrace], row: MarketRow, window: MarketWindow) -
         )
         for place, zone in enumerate(zones)
     ]
-    note = f"${job.on_demand_usd_per_h:g} an hour"
+    usd = [zone.on_demand(job.on_demand_usd_per_h) for zone in zones]
+    more = f" to {max(usd):g}" if max(usd) > min(usd) else ""
+    note = f"${min(usd):g}{more} an hour"
     runs, planned = bought_levels(result), _plan_levels(best, ON_DEMAND, tick_h)
     if runs or planned:
         lanes.append(MarketLane("on demand", (), runs, planned, note))
@@ -379,9 +381,11 @@ def bill_of(zones: Sequence[ZoneTrace], first: int, result: ReplayResult, job: R
     ticks = math.ceil(last / tick_h - 1e-9)
     paid = np.zeros(ticks + 1)
     prices = {zone.zone: _prices(zone, first, ticks, job) for zone in zones}
-    dear = np.full(ticks, job.on_demand_usd_per_h)
+    for zone in zones:
+        dear = zone.on_demand(job.on_demand_usd_per_h)
+        prices[zone.zone + market_nodes.ON_DEMAND] = np.full(ticks, dear)
     for name, begin, end, _ in result.spans:
-        usd_per_h = prices.get(name, dear)
+        usd_per_h = prices[name]
         for tick in range(int(begin / tick_h + 1e-9), math.ceil(end / tick_h - 1e-9)):
             hours = min(end, (tick + 1) * tick_h) - max(begin, tick * tick_h)
             paid[tick + 1] += usd_per_h[tick] * hours
@@ -393,12 +397,12 @@ def bill_of(zones: Sequence[ZoneTrace], first: int, result: ReplayResult, job: R
 
 def _optimum_bill(zones: Sequence[ZoneTrace], first: int, best: Optimum, job: ReplayJob) -> Levels:
     tick_h = zones[0].tick_s / 3600
-    plan = best.plan
+    plan, dear = best.plan, min(zone.on_demand(job.on_demand_usd_per_h) for zone in zones)
     each = [_prices(zone, first, len(plan), job) for zone in zones]
     paid = [
         0.0
         if at == NOWHERE
-        else tick_h * (job.on_demand_usd_per_h if at == ON_DEMAND else float(each[at][tick]))
+        else tick_h * (dear if at == ON_DEMAND else float(each[at][tick]))
         for tick, at in enumerate(plan)
     ]
     so_far = [0.0, *itertools.accumulate(paid)]

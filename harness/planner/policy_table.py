@@ -230,16 +230,17 @@ def _replayed(task: MarketTask, name: str) -> ReplayResult:
 def optimum_of(zones: Sequence[ZoneTrace], first: int, job: ReplayJob) -> Optimum | None:
     """Return the optimum. A job of many nodes has no plan; with several zones its least bill is a
     lower bound (`optimum.py`)."""
-    nodes = job.nodes[1]
+    nodes, work = job.nodes[1], job.to_do(zones)
     if nodes == 1:
-        return optimum(zones, first, job.to_do)
-    usd = fleet_optimum_usd(zones, first, job.to_do, nodes, job.one_place)
+        return optimum(zones, first, work)
+    usd = fleet_optimum_usd(zones, first, work, nodes, job.one_place)
     return Optimum(usd, (), math.nan)
 
 
-def on_demand_usd(job: ReplayJob) -> float:
-    """Return the bill of all nodes on demand, undisturbed."""
-    return job.nodes[1] * (job.work_h + job.changeover_s / 3600) * job.on_demand_usd_per_h
+def on_demand_usd(zones: Sequence[ZoneTrace], job: ReplayJob) -> float:
+    """Return the bill of all nodes on demand where that is cheapest, undisturbed."""
+    usd_per_h = min(zone.on_demand(job.on_demand_usd_per_h) for zone in zones)
+    return job.nodes[1] * (job.work_h + job.changeover_s / 3600) * usd_per_h
 
 
 # ---- all of them ---------------------------------------------------------------------------------
@@ -251,7 +252,7 @@ def table(
     """Return the table, with rows in the order of markets, deadlines and policies."""
     windows: dict[tuple[str, ReplayJob, str], list[MarketWindow]] = {}
     for task, ended in found:
-        dear = on_demand_usd(task.job)
+        dear = on_demand_usd(task.zones, task.job)
         for name, result in ended.results:
             window = MarketWindow(task.first, result, ended.optimum, dear)
             windows.setdefault((task.market, task.job, name), []).append(window)

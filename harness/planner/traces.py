@@ -29,13 +29,14 @@ LEAST_TICK_S, MOST_TICK_S = 1.0, 86_400.0
 class ZoneTrace:
     """The trace of one zone. `nodes`: how many could be had at once in each tick, int64 (n,).
     `usd_per_h`: of one, float64 (n,); None: the trace has no prices. `start_s`: seconds since 1970;
-    0: unknown."""
+    0: unknown. `on_demand_usd_per_h`: of a node on demand there; None: the job's price."""
 
     zone: str
     tick_s: float
     nodes: Counts
     usd_per_h: Prices | None = None
     start_s: float = 0.0
+    on_demand_usd_per_h: float | None = None
 
     @property
     def hours(self) -> float:
@@ -45,6 +46,10 @@ class ZoneTrace:
     def availability(self) -> float:
         """Share of time in which at least one node could be had."""
         return float((self.nodes > 0).mean()) if len(self.nodes) else 0.0
+
+    def on_demand(self, otherwise: float) -> float:
+        """Return USD per hour of a node on demand there. `otherwise`: where it has no own price."""
+        return otherwise if self.on_demand_usd_per_h is None else self.on_demand_usd_per_h
 
     def cut(self, first: int, ticks: int) -> ZoneTrace:
         """Return `ticks` ticks from `first` on, or fewer at the trace's end."""

@@ -134,6 +134,17 @@ def test_a_node_moves_to_a_cheaper_place_beside_the_one_that_trains():
     assert isinstance(found, Launch) and found.offer == cheap and found.instead_of == 1
     moved = dataclasses.replace(view, known=known(move_usd=100.0))
     assert isinstance(deadline(moved), Wait)
+    pair = known(move_usd=100.0, moves={(dear.place, cheap.place): 0.1})
+    assert deadline(dataclasses.replace(view, known=pair)) == found
+
+
+def test_the_last_call_counts_the_move_to_where_on_demand_is_cheaper():
+    far = dataclasses.replace(DEAR, usd_per_h=2.5, name="far", place="far")
+    late = {"now_s": 5000.0, "offers": (SPOT, far, DEAR)}
+    lost = {SPOT.name: dataclasses.replace(seen(5000.0, 0.5, 1.0, open=False), node_s=HOUR)}
+    for move_usd, offer in ((1.0, far), (20.0, DEAR)):  # it saves 0.5 USD an hour, for ten hours
+        told = known(10.0, 9.2, move_usd=move_usd, capacity=lost)
+        assert deadline(of(known=told, **late)).offer == offer
 
 
 # ---- prices that move ----------------------------------------------------------------------------

@@ -140,6 +140,8 @@ def test_a_snapshot_that_must_be_moved_costs_its_egress() -> None:
     assert first(cheapest, here, known=Estimates(), offers=(near, far)) == near.name
     assert first(cheapest, here, known=known, offers=(near, far)) == far.name
     assert first(cheapest, here, known=Estimates(move_usd=20.0), offers=(near, far)) == far.name
+    cheap = Estimates(move_usd=20.0, moves={("aws/b", "aws/a"): 0.01})
+    assert first(cheapest, here, known=cheap, offers=(near, far)) == near.name
     at_home = Estimates(snapshot_bytes=10**12, home="aws/a")
     assert first(cheapest, here, known=at_home, offers=(near, far)) == near.name
 

@@ -1,5 +1,6 @@
 """The omniscient optimum is the least of all that could have been done."""
 
+import dataclasses
 import math
 import random
 
@@ -32,9 +33,10 @@ def cost_of(zones, first, work, actions):
         if spot and (at >= len(zones[z].nodes) or not zones[z].nodes[at]):
             break
         if action != place:
-            usd += work.move_usd if last_zone not in (None, z) else 0.0
+            if last_zone not in (None, z):
+                usd += work.moves[last_zone][z] if work.moves else work.move_usd
             place, last_zone, ahead_s = action, z, work.changeover_s
-        each, prices = work.on_demand_usd_per_h, zones[z].usd_per_h
+        each, prices = zones[z].on_demand(work.on_demand_usd_per_h), zones[z].usd_per_h
         if spot:
             each = work.spot_usd_per_h if prices is None else prices[at]
         used_s = min(TICK_S, ahead_s + todo_s)
@@ -86,7 +88,12 @@ def made_up(rng):
         on_demand_usd_per_h=3.0,
         move_usd=rng.choice((0.0, 0.05, 0.3)),
     )
-    return zones, rng.randint(0, 4), work
+    first = rng.randint(0, 4)
+    if rng.random() < 0.5:  # prices of zones and of pairs of them
+        zones = [dataclasses.replace(z, on_demand_usd_per_h=rng.choice((1.5, 3.0))) for z in zones]
+        usd = [[rng.choice((0.0, 0.1, 0.4)) for _ in zones] for _ in zones]
+        work = dataclasses.replace(work, moves=tuple(map(tuple, usd)))
+    return zones, first, work
 
 
 def played(zones, first, work, plan):

@@ -89,9 +89,30 @@ def test_many_nodes_against_the_best_fixed_number(tmp_path: Path, capsys):
     assert led["optimum_usd"] == fixed["optimum_usd"] <= min(led["usd"], fixed["usd"]) + 0.1
 
 
+def test_prices_of_zones_and_of_pairs_are_those_of_policies_and_of_the_optimum(
+    tmp_path: Path, capsys
+):
+    paths = traces(tmp_path)
+    words = ("--work", "5h", "--deadline", "6h", "--starts", "1", "--jobs", "1", "--json")
+    words += ("--policy", "on_demand,deadline", "--on-demand-usd-per-h", "b=2", "--trace", *paths)
+    assert simulate(*words) == 0
+    assert simulate(*words, "--move-usd", "4", "--move-usd", "*:b=0.1,b:a=0.2") == 0
+    dear, free, again, moving = lines(capsys)
+    assert dear["zones_on_demand_usd_per_h"] == {"a": 3.06, "b": 2.0}
+    assert dear["usd"] == again["usd"] == pytest.approx((5 + 1 / 6) * 2, abs=1e-3)
+    assert free["on_demand_usd"] == dear["usd"] > free["usd"] >= free["optimum_usd"]
+    assert moving["moves_usd"] == [["a", "b", 0.1], ["b", "a", 0.2]] and moving["move_usd"] == 4.0
+    assert free["optimum_usd"] <= moving["optimum_usd"] <= moving["usd"] + 1e-3
+    assert moving["moves"] > 0
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
+        ({"on-demand-usd-per-h": "west=2"}, "nothing is so named; found a"),
+        ({"on-demand-usd-per-h": "a=0"}, "a finite number above 0"),
+        ({"move-usd": "a:b=2"}, "none, as there is one zone"),
+        ({"move-usd": "much"}, "found 'much'"),
         ({"deadline": "5h"}, "wanted a deadline after that"),
         ({"deadline": "40h", "work": "30h"}, "does not fit into a trace of 20.0 h"),
         ({"policy": "gredy"}, "there is no policy 'gredy'"),
