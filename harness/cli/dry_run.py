@@ -61,6 +61,8 @@ class WithDeadline(Protocol):
     @property
     def work(self) -> str: ...
     @property
+    def usd_per_hour_late(self) -> float | None: ...
+    @property
     def cloud(self) -> str: ...
 
 
@@ -112,7 +114,13 @@ def wanted(
                 f"takes longer on {nodes[1]} nodes, even undisturbed: allow more time, or more "
                 "--nodes"
             )
-    return RunGoals(deadline_s, work_h * 3600, nodes[1], CHANGEOVER_S[flags.cloud])
+    return RunGoals(
+        deadline_s,
+        work_h * 3600,
+        nodes[1],
+        CHANGEOVER_S[flags.cloud],
+        usd_per_hour_late=flags.usd_per_hour_late,
+    )
 
 
 def _hours(text: str) -> float | None:

@@ -311,7 +311,10 @@ def _cloud_name(text: str) -> None:
 @dataclass(frozen=True)
 class LaunchFlags(RecordFlags, AlertFlags):
     TITLES: ClassVar = {
-        "limits": ("budget_usd", "max_hours", "leaderless_minutes", "deadline", "work"),
+        "limits": (
+            *("budget_usd", "max_hours", "leaderless_minutes"),
+            *("deadline", "work", "usd_per_hour_late"),
+        ),
         "choice of nodes": ("policy", "move_saving", "move_stay_s", "on_demand"),
         "dry run": ("dry_run", "clouds", "json"),
         "local cloud": ("market", "local_notices"),
@@ -376,6 +379,12 @@ class LaunchFlags(RecordFlags, AlertFlags):
         "as 2026-11-25T18:00; the policy is `deadline` then, unless --policy names another",
         check=deadline_text,
     )
+    usd_per_hour_late: float | None = flag(
+        None,
+        "what each hour after --deadline costs, for a policy by_deadline(...), which then buys on "
+        "demand only where that costs less",
+        above=0,
+    )
     work: str = flag(
         "",
         "how long all of it takes, undisturbed, on the most --nodes of the fastest offer, such as "
@@ -435,6 +444,11 @@ def _unmanaged(flags: LaunchFlags) -> dict[str, str]:
 def policy_of(flags: LaunchFlags) -> Policy:
     """Return the policy that decides. Raises BadInput."""
     name = _policy_name(flags)
+    if flags.usd_per_hour_late and not (flags.deadline and "by_deadline" in name):
+        raise BadInput(
+            "--usd-per-hour-late: wanted --deadline, and a --policy such as "
+            f"'by_deadline(best_value)'; found {name!r}, which asks for no price of lateness"
+        )
     if flags.cloud != "sky":
         return policies.resolve(name)
     return policies.launched(name, saving=flags.move_saving, stay_s=flags.move_stay_s)

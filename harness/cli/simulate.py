@@ -66,6 +66,12 @@ class SimulateFlags:
         "repeat it, or separate by commas (default: 1.08x,1.25x,1.5x)",
         metavar="TIME",
     )
+    usd_per_hour_late: float | None = flag(
+        None,
+        "with --trace: what each hour after the deadline costs; it is in the bills and in the "
+        "optimum's",
+        above=0,
+    )
     starts: int = flag(20, "with --trace: beginnings, spread evenly over each market", at_least=1)
     nodes: str = flag("1:1", "with --trace: how many nodes, LOW:HIGH or N", check=node_range)
     changeover: str = flag(
@@ -284,6 +290,7 @@ def _jobs(flags: SimulateFlags) -> list[ReplayJob]:
             spot_usd_per_h=flags.spot_usd_per_h,
             on_demand_usd_per_h=_usd(ON_DEMAND, flags.on_demand_usd_per_h, ON_DEMAND_USD)[0],
             one_place=flags.one_region,
+            usd_per_hour_late=flags.usd_per_hour_late,
         )
         for deadline_h in hours
     ]
@@ -437,6 +444,8 @@ def _line(row: MarketRow, table: MarketTable) -> dict[str, Any]:
         "move_usd": job.move_usd,
         "spot_usd_per_h": _spot_price(table.markets[row.market], job),
         "moves_usd": job.moves,
+        "usd_per_hour_late": job.usd_per_hour_late,
+        "late_usd": _finite(row.mean("late_usd")),
         "on_demand_usd_per_h": job.on_demand_usd_per_h,
         "zones_on_demand_usd_per_h": _dear(table.markets[row.market], job),
     }
@@ -487,6 +496,7 @@ def _terms(table: MarketTable, flags: SimulateFlags) -> str:
         f"changeover {job.changeover_s:g} s",
         *([f"at least {low} nodes"] if low > 1 else []),
         *([f"{job.lost_s:g} s lost with each node taken"] if job.lost_s else []),
+        *([f"{job.usd_per_hour_late:g} USD for each hour late"] if job.usd_per_hour_late else []),
         *([f"{_range(moves)} USD for each move"] if any(moves) else []),
         f"1 means {flags.polarity or 'available, unless the trace says otherwise'}",
     ]

@@ -368,7 +368,7 @@ class _Together:
             or any(n.up_s is None or view.now_s - n.up_s < self.stay_s for n in nodes)
         ):
             return None
-        if _last_hours(view):
+        if _last_hours(view, self.saving):
             return None
         worth = Worth(view)
         at_most = (1 - self.saving) * worth.cost(*(n.offer for n in nodes))
@@ -420,9 +420,10 @@ class _Together:
         return Wait(LOOK_AGAIN_S, "a cheaper place is made ready")
 
 
-def _last_hours(view: View) -> bool:
+def _last_hours(view: View, saving: float) -> bool:
     """Return whether a deadline leaves no time for a move that goes wrong: for fewer than
-    `SPARE_CHANGEOVERS` besides the work."""
+    `SPARE_CHANGEOVERS` besides the work. Where lateness has a price, it may cost as much as a move
+    saves, the share `saving` of the rest."""
     known, left = view.known, view.known.left(view.committed_step)
     if known.deadline_s is None or left is None:
         return False
@@ -430,7 +431,12 @@ def _last_hours(view: View) -> bool:
     ranks = sum(n.offer.workers for n in staying(view))
     work_s = left / (power * known.efficiency(ranks)) if power else math.inf
     spare_s = known.deadline_s - view.now_s - work_s
-    return spare_s < SPARE_CHANGEOVERS * max(known.changeover_s, view.launch_s)
+    kept_s = SPARE_CHANGEOVERS * max(known.changeover_s, view.launch_s)
+    if known.usd_per_hour_late is None or not power:
+        return spare_s < kept_s
+    late_s = min(kept_s, kept_s - spare_s)
+    saved_usd = saving * sum(n.usd_per_h for n in staying(view)) * work_s / 3600
+    return known.usd_per_hour_late * late_s / 3600 > saved_usd
 
 
 def _split(nodes: Iterable[Node], place: str) -> tuple[list[Node], list[Node]]:

@@ -491,7 +491,9 @@ def by_deadline(policy: Policy, *, hours: float | None = None, early: float = 0)
     Until then `policy` sees spot only, where any is offered: most policies would buy on demand
     whenever spot has no room. `early=1` shows it on-demand offers as well. `hours`: from the start
     of this launch of the run; without it, the deadline of `--deadline`. If the remaining work is
-    unknown (`Estimates.left`), or nothing is on demand, `policy` decides.
+    unknown (`Estimates.left`), or nothing is on demand, `policy` decides. Where lateness has a
+    price (`Estimates.usd_per_hour_late`), the last call comes once the lateness to be expected
+    costs as much as on demand costs more than spot for the rest.
     """
     if hours is not None and not hours > 0:
         raise BadInput(f"by_deadline: wanted hours above 0, found {hours:g}")
@@ -527,7 +529,7 @@ class _ByDeadline:
         surest = _surest(view, on_demand, left, remaining_s)
         spot = [n for n in staying(view) if n.offer.spot and n.offer.place == home]
         spare_s = remaining_s - _seconds(view, left, [surest] * view.max_nodes)
-        spare_s -= view.known.lost_s * len(spot)
+        spare_s += _late_s(view, left, surest) - view.known.lost_s * len(spot)
         changeover_s = view.known.changeover_s
         if spare_s <= 2 * changeover_s:
             return self._last_call(view, surest, spot, left, remaining_s)
@@ -572,6 +574,16 @@ class _ByDeadline:
                 surest, "too slow for the deadline: another takes its place", slowest.attempt
             )
         return Wait(LOOK_AGAIN_S, "what is there stays: the deadline is near")
+
+
+def _late_s(view: View, left: float, surest: Offer) -> float:
+    """Return for how many seconds it costs no more to be late than to do the rest on demand rather
+    than on spot; 0.0 if lateness has no price."""
+    late_usd, spot = view.known.usd_per_hour_late, [o for o in view.offers if o.spot]
+    if late_usd is None or not spot:
+        return 0.0
+    dearer = usd_per_work(surest) - min(map(usd_per_work, spot))
+    return max(0.0, dearer) * left / late_usd
 
 
 def _home(view: View) -> str | None:

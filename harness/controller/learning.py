@@ -52,13 +52,15 @@ class NoEstimates:
 class RunGoals:
     """The user's statements about a run. `deadline_s`: wall clock; None: no deadline. `work_s`:
     seconds that all work takes, undisturbed, on `nodes` nodes of the fastest offer; 0: to be
-    measured. `changeover_s`: assumed until one was seen. `look_s`: between two decisions."""
+    measured. `changeover_s`: assumed until one was seen. `look_s`: between two decisions.
+    `usd_per_hour_late`: None: the deadline is to be kept."""
 
     deadline_s: float | None = None
     work_s: float = 0.0
     nodes: int = 1
     changeover_s: float = 300.0
     look_s: float = 10.0
+    usd_per_hour_late: float | None = None
 
 
 class RunEstimator:
@@ -146,6 +148,7 @@ class RunEstimator:
                 self._store.url, places, {offer.place for offer in offers}, nbytes
             ),
             deadline_s=wanted.deadline_s,
+            usd_per_hour_late=wanted.usd_per_hour_late,
         )
         for kind, found in reversed(timings.items()):  # the newest with enough steps
             if known.total_steps and sum(t.steps for t in found) >= LEAST_STEPS:

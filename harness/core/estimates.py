@@ -126,6 +126,7 @@ class Estimates:
     moves: Mapping[tuple[str, str], float] = field(default_factory=dict)
     home: str = ""  # the place (`Offer.place`) where reading snapshots is free
     deadline_s: float | None = None  # the run's clock; None: no deadline
+    usd_per_hour_late: float | None = None  # after the deadline; None: it is to be kept
     # spending limit, counted like `View.spent_usd`: the lowest limit around this policy
     # (`within_budget`); None: no limit
     budget_usd: float | None = None

@@ -47,7 +47,8 @@ class ReplayJob:
     `snapshot_s`: time between two snapshots; 0 means one in every tick. `unnoticed`: the share of
     nodes that are preempted without a notice, and so lose all work since the newest snapshot;
     `pause_s`: how long the others then stand still. `step_s`: duration of a step on all nodes;
-    smaller ones only cost time."""
+    smaller ones only cost time. `usd_per_hour_late`: price of an hour after the deadline; None: it
+    is to be kept."""
 
     work_h: float
     deadline_h: float
@@ -63,6 +64,7 @@ class ReplayJob:
     pause_s: float = 0.0
     step_s: float = STEP_S
     moves: tuple[tuple[str, str, float], ...] = ()
+    usd_per_hour_late: float | None = None
 
     @property
     def total_steps(self) -> int:
@@ -87,14 +89,21 @@ class ReplayJob:
         """Return the work of all nodes in these zones, as an optimum takes it."""
         names = [zone.zone for zone in zones]
         pairs = tuple(tuple(self.moved_usd(a, b) for b in names) for a in names)
+        late_h, late_usd = 0, self.usd_per_hour_late or 0.0
+        if late_usd:  # beyond this it costs more than all of the work on demand, in time
+            dear = max(zone.on_demand(self.on_demand_usd_per_h) for zone in zones)
+            all_usd = dear * self.nodes[1] * (self.work_h + self.changeover_s / 3600)
+            late_h = math.ceil(min(all_usd / late_usd, self.limit_h - self.deadline_h))
         return WorkToDo(
             self.work_h * self.nodes[1],
-            self.deadline_h,
+            self.deadline_h + late_h,
             self.changeover_s,
             self.spot_usd_per_h,
             self.on_demand_usd_per_h,
             0.0 if self.one_place else self.move_usd,
             pairs if self.moves and not self.one_place else (),
+            self.deadline_h,
+            late_usd,
         )
 
     @property
@@ -214,6 +223,7 @@ class MarketFleet:
             move_usd=job.move_usd,
             moves={} if job.one_place else {(a, b): usd for a, b, usd in job.moves},
             deadline_s=job.deadline_h * 3600,
+            usd_per_hour_late=job.usd_per_hour_late,
             capacity=capacity,
             prices=prices,
         )

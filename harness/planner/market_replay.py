@@ -35,9 +35,9 @@ from storage.stores.folder_store import SortedStore
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """The result of a replay. `usd`: the bill. `finish_h`: hours until the last step was committed;
-    infinite if it never was. `spans`: for each node its offer, when it was given and gone (hours),
-    and whether it was preempted."""
+    """The result of a replay. `usd`: the bill; `late_usd`: the part of it that lateness costs.
+    `finish_h`: hours until the last step was committed; infinite if it never was. `spans`: for each
+    node its offer, when it was given and gone (hours), and whether it was preempted."""
 
     usd: float
     finish_h: float
@@ -51,14 +51,17 @@ class ReplayResult:
     outcome: str
     reason: str
     spans: tuple[NodeSpan, ...] = field(repr=False, default=())
+    late_usd: float = 0.0
 
 
 def result_of(fleet: MarketFleet, outcome: str, reason: str) -> ReplayResult:
     """Return the result, once no node is left."""
     bill, spans = fleet.bill, sorted(fleet.spans, key=lambda span: span[1:])
     finish_h = math.inf if bill.done_s is None else bill.done_s / 3600
+    late_h = max(0.0, min(finish_h, fleet.now_s / 3600) - fleet.job.deadline_h)
+    late_usd = late_h * (fleet.job.usd_per_hour_late or 0.0)
     return ReplayResult(
-        usd=bill.usd,
+        usd=bill.usd + late_usd,
         finish_h=finish_h,
         missed=finish_h > fleet.job.deadline_h + 1e-6,
         launches=len(spans),
@@ -70,6 +73,7 @@ def result_of(fleet: MarketFleet, outcome: str, reason: str) -> ReplayResult:
         outcome=outcome,
         reason=reason,
         spans=tuple(spans),
+        late_usd=late_usd,
     )
 
 

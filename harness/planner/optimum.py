@@ -37,7 +37,8 @@ CHOICES_KEPT = 6e7  # in memory at once; the others are computed again
 class WorkToDo:
     """The work to be done. Hours of one node without interruption; USD per hour of spot and on
     demand, where a zone has no prices. `moves`: USD of a move from each zone to each, in their
-    order; empty: `move_usd` between any two."""
+    order; empty: `move_usd` between any two. `usd_per_hour_late`: the work costs so much more in
+    each tick that begins after `due_hours`; the deadline is when it must be done at any price."""
 
     hours: float
     deadline_hours: float
@@ -46,6 +47,8 @@ class WorkToDo:
     on_demand_usd_per_h: float
     move_usd: float = 0.0
     moves: tuple[tuple[float, ...], ...] = ()
+    due_hours: float = math.inf
+    usd_per_hour_late: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -150,12 +153,15 @@ class _Table:
         self.usd = np.zeros((ticks, places))
         self.usd[:, len(zones) :] = np.array(dear if apart else [min(dear)]) * self.tick_h
         self.open[:, len(zones) :] = True
+        due = np.arange(ticks) * self.tick_h >= work.due_hours - 1e-9
+        self.late_usd = np.where(due, work.usd_per_hour_late * self.tick_h, 0.0)
         for z, zone in enumerate(zones):
             nodes = zone.nodes[first : first + ticks]
             self.open[: len(nodes), z] = nodes > 0
             prices = None if zone.usd_per_h is None else zone.usd_per_h[first : first + ticks]
             each = work.spot_usd_per_h if prices is None else prices
             self.usd[: len(nodes), z] = each * self.tick_h
+        self.usd += self.late_usd[:, None]
 
     def solve(self) -> Optimum:
         """Solve backwards over all ticks, then go forwards along the choices. Those of early ticks
@@ -199,6 +205,7 @@ class _Table:
         if self.begin_ticks:
             begun = self._then(after.running[-1], self.begin_parts, tick, self.begin_ticks)
         idle = after.idle.copy()
+        idle[:, 1:] += self.late_usd[tick]
         begin = np.full(idle.shape, NOWHERE, np.int16)
         move_usd = float(self.moves.max())
         everywhere, cheapest = _cheapest(begun + move_usd if self.alike else begun)
@@ -314,6 +321,7 @@ def fleet_optimum_usd(
         hours=most / per_tick * tick_s / 3600,
         move_usd=work.move_usd / nodes,
         moves=_fleet_moves(work, nodes),
+        usd_per_hour_late=work.usd_per_hour_late / nodes,
     )
     market = [_merged(zones, work)] if one_place else list(zones)
     known: dict[bytes, NDArray[np.float64]] = {}

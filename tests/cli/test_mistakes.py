@@ -38,6 +38,7 @@ MISTAKES = [
     ("launch t.yaml --run s3:/b/x", "two slashes follow s3:"),
     ("launch t.yaml --run https://b/x", "use s3://, gs://, az:// or a folder"),
     ("launch t.yaml --policy cheap", "no policy 'cheap'; known: cheapest"),
+    ("launch t.yaml --deadline 9h --usd-per-hour-late 5", "'by_deadline(best_value)'; found 'deadline'"),
     ("launch t.yaml --market clam", "wanted demo, calm, once, seed:<n> or a trace file"),
     ("launch t.yaml --env X_OF_NOBODY", "write --env X_OF_NOBODY=value"),
     ("run --run r", "no script: write `harness run --run URL -- train.py"),

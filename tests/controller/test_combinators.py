@@ -176,6 +176,10 @@ def test_on_demand_is_bought_at_the_last_call_and_not_before() -> None:
     # while nothing can be had, until two changeovers are left
     assert isinstance(policy(at(1.7, **full)), Wait)
     assert launched(policy(at(1.81, **full))) == OD
+    # where lateness has a price, once that is what on demand costs more: 40 node-hours, 2 USD each
+    for usd, hour, offer in ((40.0, 1.9, A), (40.0, 3.9, OD), (4000.0, 1.9, OD), (4.0, 15.0, A)):
+        late = {"usd_per_hour_late": usd}
+        assert launched(policy(at(hour, known=late))) == offer, (usd, hour)
     # a spot node so late needs one more
     assert launched(policy(at(1.69))) == A
     assert launched(policy(at(1.71))) == OD

@@ -244,6 +244,11 @@ def test_a_place_without_room_rests_and_no_move_begins_when_time_is_short() -> N
     for spare_s, moves in ((1300.0, True), (1100.0, False)):
         known = Estimates(100, 2 * 3600.0, changeover_s=300.0, deadline_s=1000.0 + 3600.0 + spare_s)
         assert isinstance(FLEET(fleet(*here, known=known)), Launch) is moves
+    for usd, moves in ((1.0, True), (100.0, False)):  # what an hour late costs
+        known = Estimates(
+            100, 2 * 3600.0, changeover_s=300.0, deadline_s=5000.0, usd_per_hour_late=usd
+        )
+        assert isinstance(FLEET(fleet(*here, known=known)), Launch) is moves
 
 
 def test_a_world_as_large_is_ready_there_before_this_one_is_left() -> None:

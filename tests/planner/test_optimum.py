@@ -25,8 +25,10 @@ def cost_of(zones, first, work, actions):
     todo_s = work.hours * 3600
     usd, place, last_zone, ahead_s = 0.0, NOWHERE, None, 0.0
     for tick, action in enumerate(actions):
+        late = work.usd_per_hour_late * (tick * TICK_S / 3600 >= work.due_hours - 1e-9)
         if action == NOWHERE:
             place = NOWHERE
+            usd += late * TICK_S / 3600
             continue
         z, spot = action % len(zones), action < len(zones)
         at = first + tick
@@ -40,7 +42,7 @@ def cost_of(zones, first, work, actions):
         if spot:
             each = work.spot_usd_per_h if prices is None else prices[at]
         used_s = min(TICK_S, ahead_s + todo_s)
-        usd += each * used_s / 3600
+        usd += (each + late) * used_s / 3600
         todo_s -= max(0.0, used_s - ahead_s)
         ahead_s = max(0.0, ahead_s - TICK_S)
         if todo_s <= 1e-6:
@@ -93,6 +95,8 @@ def made_up(rng):
         zones = [dataclasses.replace(z, on_demand_usd_per_h=rng.choice((1.5, 3.0))) for z in zones]
         usd = [[rng.choice((0.0, 0.1, 0.4)) for _ in zones] for _ in zones]
         work = dataclasses.replace(work, moves=tuple(map(tuple, usd)))
+    if rng.random() < 0.5:
+        work = dataclasses.replace(work, due_hours=rng.choice((0.2, 0.5)), usd_per_hour_late=1.5)
     return zones, first, work
 
 

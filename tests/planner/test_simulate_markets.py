@@ -106,6 +106,27 @@ def test_prices_of_zones_and_of_pairs_are_those_of_policies_and_of_the_optimum(
     assert moving["moves"] > 0
 
 
+def test_lateness_has_a_price_in_bills_and_in_the_optimum(tmp_path: Path, capsys):
+    """Spot is back after the deadline: to wait for it is worth what on demand costs more."""
+    path = tmp_path / "a.json"
+    data = [1] * 12 + [0] * 30 + [1] * 60
+    path.write_text(json.dumps({"metadata": {"gap_seconds": 600}, "data": data}))
+    words = ("--trace", str(path), "--work", "5h", "--deadline", "6h", "--starts", "1", "--json")
+    words += ("--policy", "by_deadline(best_value),on_demand", "--jobs", "1")
+    assert simulate(*words) == 0
+    for usd in ("0.5", "50"):
+        assert simulate(*words, "--usd-per-hour-late", usd) == 0
+    found = lines(capsys)
+    (kept, _), (cheap, dear), (again, _) = found[:2], found[2:4], found[4:]
+    assert kept["missed"] == again["missed"] == 0 and kept["usd"] == again["usd"]
+    assert kept["optimum_usd"] == again["optimum_usd"]
+    # spot from 0 to 2 h and from 7 h on, with changeovers of 10 min
+    late_h = 7 + 1 / 6 + 5 - 11 / 6 - 6
+    assert cheap["missed"] == 1 and cheap["late_usd"] == pytest.approx(0.5 * late_h, abs=0.01)
+    assert cheap["usd"] == pytest.approx(cheap["optimum_usd"], abs=0.01)
+    assert cheap["usd"] < kept["usd"] and dear["late_usd"] == 0
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
