@@ -170,9 +170,12 @@ def plan(flags: PlanFlags) -> int:
     sources = (prices, speed, seen)
     hindsight: tuple[float, ...] = ()
     if best and run.deadline_h is not None:
-        hindsight = forecasting.hindsight_usd(
-            best.candidate, run, min(flags.markets, forecasting.SCREENED), flags.seed, history
-        )
+        few = min(flags.markets, forecasting.SCREENED)
+        _say(f"what the best would cost in hindsight, in {few} markets")
+        try:
+            hindsight = forecasting.hindsight_usd(best.candidate, run, few, flags.seed, history)
+        except BadInput as e:  # a deadline that is very far away
+            _say(f"it is not compared with hindsight: {e}")
     shown = forecast_report.ShownPlan(
         run, tuple(ranked), best, flags.risk, sources, launch, dropped, hindsight
     )

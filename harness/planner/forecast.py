@@ -34,6 +34,8 @@ MOST_ZONES = 6  # the cheapest ones of each shape
 PRICE_SWING = 0.08  # standard deviation of a spot price's logarithm, over days
 BLOCKS = 4  # at most, in a zone; the nodes of a block come and go together
 LEAST_TICK_S, MOST_TICK_S, TICKS = 60.0, 1800.0, 150  # TICKS: of the undisturbed run
+# of the undisturbed run, at most: a longer one is as many times its beginning
+PLAYED_H = TICKS * MOST_TICK_S / 3600
 OPEN_END = 6.0  # without a deadline, multiples of the undisturbed run that are played
 SCREENED = 9  # markets for each candidate before most candidates are dropped
 KEPT = 6  # candidates that are played in all markets
@@ -70,6 +72,17 @@ class PlannedRun:
         even = Estimates(micro_batches=self.micro_batches).efficiency(ranks)
         speed: float = ranks * shape.speed * even * self.scaling ** math.log2(nodes)
         return self.work / speed / 3600
+
+    def part(self, share: float) -> PlannedRun:
+        """Return the beginning of the run, with its share of the budget and of the time that the
+        deadline leaves after a changeover."""
+        begin_h, given = self.changeover_s / 3600, self.deadline_h
+        return dataclasses.replace(
+            self,
+            work=self.work * share,
+            deadline_h=None if given is None else begin_h + (given - begin_h) * share,
+            budget_usd=None if self.budget_usd is None else self.budget_usd * share,
+        )
 
 
 @dataclass(frozen=True)
@@ -263,8 +276,12 @@ def forecast(
     history: Mapping[str, CapacitySeen] | None = None,
 ) -> PlanForecast:
     """Play this many markets, each from its own seed. `history`: by offer, on a clock that is 0
-    when the run begins."""
+    when the run begins. Of a long run its first `PLAYED_H` are played, and the rest is expected to
+    be like them."""
     shape, nodes = candidate.shape, candidate.nodes
+    whole_h, begin_h = run.hours(shape, nodes), run.changeover_s / 3600
+    share = min(1.0, PLAYED_H / whole_h)
+    run = run.part(share)
     job = job_of(candidate, run)
     policy, seen = policy_of(candidate, run), dict(history or {})
     places = {offer.name: offer.place for offer in shape.spot}
@@ -285,15 +302,14 @@ def forecast(
         for at in range(different)
     ] * (markets // different)
     paid_h = sum(one.spot_h + one.on_demand_h for one in played)
-    billed_h = nodes * (job.work_h + run.changeover_s / 3600)
     return PlanForecast(
         candidate,
-        tuple(one.finish_h for one in played),
-        tuple(one.usd for one in played),
+        tuple(begin_h + (one.finish_h - begin_h) / share for one in played),
+        tuple(one.usd / share for one in played),
         sum(one.missed for one in played) / markets,
-        job.work_h,
-        shape.on_demand_usd_per_h * billed_h,
-        sum(one.losses for one in played) / markets,
+        whole_h,
+        shape.on_demand_usd_per_h * nodes * (whole_h + begin_h),
+        sum(one.losses for one in played) / markets / share,
         sum(one.spot_h for one in played) / paid_h if paid_h else 0.0,
     )
 
@@ -307,12 +323,16 @@ def hindsight_usd(
 ) -> tuple[float, ...]:
     """Return what somebody would pay at least who knew each of the markets of `forecast` in
     advance, with the same nodes and the same deadline."""
-    shape, job = candidate.shape, job_of(candidate, run)
+    shape = candidate.shape
+    share = min(1.0, PLAYED_H / run.hours(shape, candidate.nodes))
+    job = job_of(candidate, run.part(share))
     made = (
         market(shape, job, np.random.default_rng((seed, at)), dict(history or {}))
         for at in range(markets)
     )
-    return tuple(fleet_optimum_usd(zones, 0, job.to_do(zones), job.nodes[1]) for zones in made)
+    return tuple(
+        fleet_optimum_usd(zones, 0, job.to_do(zones), job.nodes[1]) / share for zones in made
+    )
 
 
 def job_of(candidate: PlanCandidate, run: PlannedRun) -> ReplayJob:

@@ -19,7 +19,7 @@ from rich.text import Text
 from harness.core.formatting import percent
 from harness.look.pages.report_page import alone_document
 from harness.planner import forecast
-from harness.planner.forecast import ASSUMED, HIGH, LOW, PlanForecast, PlannedRun
+from harness.planner.forecast import ASSUMED, HIGH, LOW, PLAYED_H, PlanForecast, PlannedRun
 from harness.planner.market_charts import figure, light_colours, png, shortened, svg
 from harness.planner.policy_report import write_pictures
 from storage.terminal_text import plain
@@ -71,8 +71,20 @@ class ShownPlan:
             "most_risk": self.most_risk,
             "launch": list(self.launch),
             "sources": list(self.sources),
-            "assumed": list(ASSUMED),
+            "assumed": list(self.assumed),
         }
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Return the assumptions, and what is coarser in a plan of a long run."""
+        if all(row.undisturbed_h <= PLAYED_H for row in self.rows):
+            return ASSUMED
+        coarser = (
+            f"what takes over {PLAYED_H:g} h undisturbed goes on as in its first {PLAYED_H:g} h, "
+            "which alone are played: chance evens out more in the whole, so that its low and high "
+            "are closer than those told"
+        )
+        return (*ASSUMED, coarser)
 
     def _row_json(self, row: PlanForecast) -> dict[str, Any]:
         return {**row.to_json(), "risk": self.risk(row)}
@@ -169,7 +181,7 @@ def sentences(plan: ShownPlan) -> list[str]:
     if plan.dropped:
         found.append(f"        {plan.dropped} more were tried in fewer markets, and were worse")
     found += [f"from    {source}" for source in plan.sources]
-    found += [f"assumed {words}" for words in ASSUMED]
+    found += [f"assumed {words}" for words in plan.assumed]
     return found
 
 

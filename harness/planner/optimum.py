@@ -318,7 +318,7 @@ def fleet_optimum_usd(
     most = int(work.deadline_hours * 3600 / tick_s + 1e-9) * per_tick
     each = dataclasses.replace(
         work,
-        hours=most / per_tick * tick_s / 3600,
+        hours=min(most, parts) / per_tick * tick_s / 3600,
         move_usd=work.move_usd / nodes,
         moves=_fleet_moves(work, nodes),
         usd_per_hour_late=work.usd_per_hour_late / nodes,

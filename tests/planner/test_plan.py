@@ -163,6 +163,36 @@ def test_nobody_pays_less_than_who_knows_the_market_in_advance(nodes):
     assert all(0 < some <= usd + 0.01 for some, usd in zip(least, played.usd, strict=True))
 
 
+def test_a_long_run_is_as_many_times_its_beginning():
+    candidate = PlanCandidate(shapes(offers())[0], 4, SPOT)
+    asked = run(6000 * 4, deadline_h=9000, budget_usd=25_000.0)
+    share = forecasting.PLAYED_H / 6000
+    long, part = forecast(candidate, asked, 19), forecast(candidate, asked.part(share), 19)
+    assert long.undisturbed_h == 6000 and long.missed == part.missed
+    assert long.usd == tuple(usd / share for usd in part.usd)
+    assert all(h <= 9000 for h in long.hours) or long.missed > 0
+    # a deadline that on demand just keeps is still kept
+    tight = dataclasses.replace(asked, deadline_h=6000 + 1 / 12 + 1e-3, budget_usd=None)
+    sure = forecast(PlanCandidate(candidate.shape, 4, ON_DEMAND_ONLY), tight, 9)
+    assert sure.missed == 0 and sure.hours_at(0.5) == pytest.approx(6000 + 1 / 12)
+    few = hindsight_usd(candidate, asked, 2)
+    assert all(0 < least <= usd for least, usd in zip(few, long.usd, strict=False))
+    shown = forecast_report.ShownPlan(asked, (long,), long, 0.05, ())
+    assert "its first 75 h" in shown.to_json()["assumed"][-1]
+
+
+@pytest.mark.proof
+def test_the_beginning_of_a_long_run_tells_about_what_the_whole_would(monkeypatch):
+    candidate = PlanCandidate(shapes(offers())[0], 4, SPOT)
+    asked = run(600 * 4, deadline_h=1200)
+    part = forecast(candidate, asked, 19)
+    monkeypatch.setattr(forecasting, "PLAYED_H", 1e9)
+    whole = forecast(candidate, asked, 19)
+    assert part.usd_at(0.5) == pytest.approx(whole.usd_at(0.5), rel=0.1)
+    assert part.hours_at(0.5) == pytest.approx(whole.hours_at(0.5), rel=0.15)
+    assert whole.hours_at(HIGH) - whole.hours_at(LOW) < part.hours_at(HIGH) - part.hours_at(LOW)
+
+
 # ---- shown ---------------------------------------------------------------------------------------
 def shown() -> forecast_report.ShownPlan:
     asked = run(6, deadline_h=9)
