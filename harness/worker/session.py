@@ -190,8 +190,8 @@ class Session:
         self._keeper = StateKeeper(
             *(peers, joined, training, snapshotter, Path(stage) if stage else None, node)
         )
-        log.when_whole = self._keeper.note
         if node is not None:
+            log.when_whole = self._keeper.note
             self._keeper.listen(keep_pipe(node, peers.local_rank))
         here = int(environ.get("LOCAL_WORLD_SIZE", 1))
         speeds = json.loads(environ.get("HARNESS_SPEEDS", "null"))
