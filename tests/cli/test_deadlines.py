@@ -18,6 +18,7 @@ class Said:
     deadline: str = ""
     work: str = ""
     cloud: str = "local"
+    usd_per_hour_late: float | None = None
 
 
 def led(started_s=None, step=0):
