@@ -356,9 +356,12 @@ class Workers:
     def _open_pipe(self, local_rank: int) -> None:
         """Make the pipe by which this worker is asked to keep its state."""
         folder = self._config.node_dir
-        marks.keeping_file(folder, local_rank).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it is there; or the disk is full, and nothing is kept
-            os.mkfifo(marks.keep_pipe(folder, local_rank), 0o600)
+        pipe = marks.keep_pipe(folder, local_rank)
+        # a new one: a process of the last worker may still hold the old one, with a request in it
+        for old in (pipe, marks.keeping_file(folder, local_rank)):
+            old.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the disk is full: nothing is kept
+            os.mkfifo(pipe, 0o600)
 
     def _sign(self, local_rank: int) -> Path:
         return self._config.node_dir / f"progress-{local_rank}"

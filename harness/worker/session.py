@@ -221,6 +221,7 @@ class Session:
         a phase of this run, with a model, data and a batch of its own, that resumes by itself.
         Raises BadInput if the training before has not come to its end."""
         if self._hands.has_looped:
+            self._keeper.change()
             self._hands.next_phase()
             self._halves = HalfSteps(self._work, self._hands.count)
 
@@ -394,6 +395,7 @@ class Session:
         depending on the model's parameters.
         """
         optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+        self._keeper.change()
         self._work.training.prepare(
             model, optimizers, scheduler, scaler, state or {}, per_rank, after_update, strategy
         )

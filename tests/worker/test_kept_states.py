@@ -13,7 +13,7 @@ import torch
 from harness.core.facts import SessionStarted, StepDone
 from harness.core.step_records import StepRecord
 from harness.worker.resuming.hand_over import PIECE_NBYTES, Chosen, Holding, chained, choose, plan
-from harness.worker.resuming.kept_state import KeptState, ModelBuffers
+from harness.worker.resuming.kept_state import KeptState, ModelBuffers, marks_of
 from storage.snapshots.manifest import Ref
 from storage.snapshots.restore import RewindOrder
 from support.worlds import history, train
@@ -204,3 +204,14 @@ def test_buffers_that_forwards_change_are_noted_and_first_changes_found():
     model.count += 1
     assert buffers.lost() == ["model/count"]
     assert "model/count" in buffers.copies() and buffers.lost() == []
+
+
+def test_weights_that_a_script_has_swapped_are_told_from_the_models_own():
+    model = torch.nn.Linear(2, 2)
+    before = marks_of(list(model.parameters()))
+    with torch.no_grad():
+        model.weight.copy_(torch.zeros(2, 2))  # an average, to validate with
+    assert marks_of(list(model.parameters())) != before
+    before = marks_of(list(model.parameters()))
+    model.weight.data = torch.ones(2, 2)
+    assert marks_of(list(model.parameters())) != before

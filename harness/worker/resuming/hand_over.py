@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from harness.core import step_records as rec
+from harness.core.world import HarnessError
 from harness.worker.process_group import Peers
-from harness.worker.resuming.kept_state import KeptState, read
+from harness.worker.resuming.kept_state import KeptState, drop, read
 from storage.errors import StoreError
 from storage.snapshots.manifest import Manifest, Ref
 from storage.snapshots.restore import RewindOrder, left_behind
@@ -124,9 +125,10 @@ class Survivors:
         store: ObjectStore,
         load: Callable[[Manifest, Snapshots], None],
     ) -> KeptState | None:
-        """Load the chosen state on all ranks, which call this together, and return it; None: some
-        rank could not, and the others' states are undefined. `after`: step of the snapshot that it
-        comes after; `load`: loads a snapshot."""
+        """Load the chosen state on all ranks, which call this together, and return it; None: not
+        all nodes could get it. `after`: step of the snapshot that it comes after; `load`: loads a
+        snapshot. Raises HarnessError if some rank could not load it; then no node keeps it any
+        more."""
         peers = self._peers
         kept = read(self._folder) if peers.rank == chosen.holders[0] else None
         kept = self._from(chosen.holders[0], kept)
@@ -148,7 +150,11 @@ class Survivors:
             load(manifest, Snapshots(near))
         except (StoreError, ValueError, KeyError) as e:
             why = str(e)
-        return None if self._fails(why) else kept
+        if self._fails(why):  # other ranks have loaded it, so this world cannot begin elsewhere
+            if self._folder is not None and peers.local_rank == 0:
+                drop(self._folder)
+            raise HarnessError("a state of survivors was bad: the next world begins without it")
+        return kept
 
     def _fails(self, why: str) -> bool:
         found = [said for said in self._peers.gather(why) if said]

@@ -29,6 +29,7 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -131,14 +132,15 @@ def drop(folder: Path) -> None:
 @dataclass
 class Noted:
     """The values that were noted at a step boundary, beside the tensors that only optimizers
-    change. `options`: of the optimizers' groups; `buffers`: copies of those that forwards change.
-    """
+    change. `options`: of the optimizers' groups; `buffers`: copies of those that forwards change;
+    `weights`: what shows that a script has put others into the model for a while."""
 
     step: int
     plain: dict[str, Any]
     tensors: dict[str, torch.Tensor]
     versions: dict[str, int]  # of the tensors that are too large to copy
     options: list[list[dict[str, Any]]]
+    weights: list[tuple[int, int]]  # version and address of each parameter
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def changed(self) -> list[str]:
@@ -147,9 +149,11 @@ class Noted:
 
 
 class ModelBuffers:
-    """The buffers of a model, by the names of its state, and which of them a step has changed."""
+    """The buffers of a model, by the names of its state, and which of them a step has changed; and
+    its parameters."""
 
     def __init__(self, model: nn.Module):
+        self.parameters = list(model.parameters())
         named = list(model.named_buffers(remove_duplicate=False))
         self._names = [f"model/{plain_name(name)}" for name, _ in named]
         self._all = [one for _, one in named]
@@ -188,18 +192,24 @@ class ModelBuffers:
         return [name for name, one, v, lives in state if not lives and version_of(one) != v]
 
 
-def noted(training: Training, step: int, buffers: ModelBuffers) -> Noted:
+def marks_of(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
+    """Return version and address of each."""
+    return [(version_of(p), p.data_ptr()) for p in parameters]
+
+
+def noted(training: Training, step: int, held: ModelBuffers) -> Noted:
     """Return what must be noted at the boundary behind `step`."""
     tensors, plain = state_tree.split(training.state_aside())
     large = {name: t for name, t in tensors.items() if t.nbytes > SMALL_NBYTES}
     settled = training.between_updates(large) if large else set()  # it looks at the whole model
-    held = {n: t if n in large else t.detach().clone() for n, t in tensors.items()}
+    aside = {n: t if n in large else t.detach().clone() for n, t in tensors.items()}
     versions = {name: version_of(t) for name, t in large.items() if name not in settled}
     options = [
         [{k: copied(v) for k, v in group.items() if k != "params"} for group in one.param_groups]
         for one in training.optimizers
     ]
-    return Noted(step, copy.deepcopy(plain), held, versions, options, buffers.copies())
+    weights = marks_of(held.parameters)
+    return Noted(step, copy.deepcopy(plain), aside, versions, options, weights, held.copies())
 
 
 def copied(value: Any) -> Any:
@@ -226,6 +236,7 @@ class StateKeeper:
         self._noted: Noted | None = None
         self._buffers: tuple[nn.Module, ModelBuffers] | None = None
         self._is_whole = self._has_ended = False
+        self._is_collective = False  # some object's state is read by all ranks together
         self._looked_at = -2  # the saved step then
         self._holds = peers.local_rank == 0  # the node may keep a state of an earlier world
         self._again_s = 0.0  # when the next note may be taken (perf_counter)
@@ -247,6 +258,7 @@ class StateKeeper:
             and peers.device.type == "cpu"
             and peers.copy_ranks == 1
             and training.is_readable_alone
+            and not self._is_collective
         )
 
     def note(self) -> None:
@@ -259,16 +271,25 @@ class StateKeeper:
         model = self._training.model
         assert model is not None
         with self._at_boundary:
-            if self._buffers is None or self._buffers[0] is not model:
+            first = self._buffers is None or self._buffers[0] is not model
+            if self._buffers is None or first:
                 self._buffers = model, ModelBuffers(model)
+            before = self._collectives() if first else 0
             self._noted = noted(self._training, self._run.step, self._buffers[1])
-            self._is_whole = True
+            # all ranks note the first time, and not always together later
+            self._is_collective = first and self._collectives() != before
+            self._is_whole = not self._is_collective
             self._at_boundary.notify_all()
         cost_s = time.perf_counter() - began_s
         self._again_s = began_s + cost_s / SHARE
 
+    def _collectives(self) -> int:
+        """Return the number of collectives so far, of the groups of all ranks."""
+        groups: list[Any] = [self._peers.control, self._peers.everyone]
+        return sum(one._get_sequence_number_for_group() for one in groups if one is not None)
+
     def change(self, *_: Any) -> None:
-        """Note that an optimizer steps next."""
+        """Note that the state changes: an optimizer steps next, or other objects are trained."""
         if self._is_whole:
             with self._at_boundary:
                 self._is_whole = False
@@ -287,8 +308,10 @@ class StateKeeper:
     # ---- when another rank is lost ---------------------------------------------------------------
     def _obey(self, pipe: int) -> None:
         os.read(pipe, 1)
-        self.keep(wait_s=WHOLE_WITHIN_S, ends=True)
-        os._exit(1)
+        try:
+            self.keep(wait_s=WHOLE_WITHIN_S, ends=True)
+        finally:
+            os._exit(1)
 
     def keep(self, wait_s: float = 0.0, ends: bool = False) -> None:
         """Keep the state of the last whole step, if there is one, or comes within `wait_s`. `ends`:
@@ -321,7 +344,10 @@ class StateKeeper:
 
     def _keep(self, noted: Noted) -> None:
         assert self.folder is not None and self._buffers is not None
-        if lost := noted.changed() + self._buffers[1].lost():
+        lost = noted.changed() + self._buffers[1].lost()
+        if noted.weights != marks_of(self._buffers[1].parameters):
+            lost.append("a weight of the model")
+        if lost:
             print(
                 f"harness: {lost[0]!r} has changed amid a step and was not copied, so this node "
                 "keeps no state",

@@ -103,7 +103,7 @@ class Resume:
         """Load the same snapshot of the present phase on every rank, or what survivors keep, and
         return the snapshot's manifest; None: there is none. Raises UnfitHosts, BadInput,
         StoreError."""
-        phase = self._run.phase
+        phase, self.kept, self.step = self._run.phase, None, 0
         if not self._run.url or phase.ends == phase.begins:
             return None
         reopen = functools.partial(open_store, self._run.url)
