@@ -216,23 +216,23 @@ class WorkerProbe:
         """Record how many steps a pass over the data has."""
         self.say("life", {"pass_steps": steps})
 
-    def wants(self, wants: Any) -> None:
-        """Add the check's votes to those for the step that was just made."""
-        if self._time_for("snapshot_at"):
+    def wants(self, wants: Any, step: int) -> None:
+        """Add the check's votes to those of this step."""
+        if self._time_for("snapshot_at", step):
             wants[Want.SNAPSHOT] += 1
-        if self.step >= self.orders.stop_at or (self.folder / ENOUGH).exists():
+        if step >= self.orders.stop_at or (self.folder / ENOUGH).exists():
             wants[Want.STOP] += 1
 
-    def hold(self) -> None:
-        if not self._time_for("hold_at"):
+    def hold(self, step: int) -> None:
+        if not self._time_for("hold_at", step):
             return
-        (self.folder / f"held-{os.getpid()}").write_text(str(self.step))
+        (self.folder / f"held-{os.getpid()}").write_text(str(step))
         limit_s = time.monotonic() + HOLD_LIMIT_S
         while not (self.folder / "go").exists() and time.monotonic() < limit_s:
             time.sleep(0.02)
 
-    def _time_for(self, order: str) -> bool:
-        if order in self.done or self.step < getattr(self.orders, order):
+    def _time_for(self, order: str, step: int) -> bool:
+        if order in self.done or step < getattr(self.orders, order):
             return False
         self.done.add(order)
         return True
@@ -320,11 +320,14 @@ def _attend_boundaries() -> None:
 
     @functools.wraps(cast)
     def voted(self: Any, wants: Any, due: Any, quiet: bool = True) -> None:
-        if at := probe():
-            at.hold()
+        at, step = probe(), 0
+        if at:
+            # a step votes before its update, for the boundary behind it, and says its number
+            step = due.args[0] if isinstance(due, functools.partial) else at.step
+            at.hold(step)
         cast(self, wants, due, quiet)
         if at:
-            at.wants(wants)
+            at.wants(wants, step)
 
     hands.Boundary.resume, hands.Boundary.boundary = resumed, bounded  # type: ignore[method-assign]
     votes.Votes.cast = voted  # type: ignore[method-assign]

@@ -65,14 +65,6 @@ def workers_of(process):
 
 
 @pytest.mark.proof
-def test_a_lost_node_costs_one_step(nodes, calm):
-    first, second, third = train_on(nodes, 3)
-    os.killpg(second.pid, signal.SIGKILL)
-    assert (first.wait(200), third.wait(200)) == (0, 0), nodes.logs()
-    check(nodes, calm)
-
-
-@pytest.mark.proof
 def test_a_node_that_lost_its_worker_gets_the_state_from_the_others(nodes, calm):
     found = train_on(nodes, 3)
     (worker,) = workers_of(found[1])
