@@ -447,13 +447,11 @@ def _line(row: MarketRow, table: MarketTable) -> dict[str, Any]:
         "usd_per_hour_late": job.usd_per_hour_late,
         "late_usd": _finite(row.mean("late_usd")),
         "on_demand_usd_per_h": job.on_demand_usd_per_h,
-        "zones_on_demand_usd_per_h": _dear(table.markets[row.market], job),
+        "zones_on_demand_usd_per_h": {
+            zone.zone: zone.on_demand(job.on_demand_usd_per_h)
+            for zone in table.markets[row.market]
+        },
     }
-
-
-def _dear(zones: Sequence[ZoneTrace], job: ReplayJob) -> dict[str, float]:
-    """Return the price of a node on demand in each zone."""
-    return {zone.zone: zone.on_demand(job.on_demand_usd_per_h) for zone in zones}
 
 
 def _spot_price(zones: Sequence[ZoneTrace], job: ReplayJob) -> float | None:
@@ -485,7 +483,7 @@ def _head(name: str, zones: Sequence[ZoneTrace]) -> str:
 
 def _terms(table: MarketTable, flags: SimulateFlags) -> str:
     job = table.rows[0].job
-    dear = {usd for zones in table.markets.values() for usd in _dear(zones, job).values()}
+    dear = {usd for zones in table.markets.values() for usd in job.on_demand(zones)}
     moves = {job.move_usd, *(usd for _, _, usd in job.moves)}
     priced = any(z.usd_per_h is not None for zones in table.markets.values() for z in zones)
     spot = "as the trace says" if priced else f"{job.spot_usd_per_h:g}"

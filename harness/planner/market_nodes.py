@@ -75,6 +75,14 @@ class ReplayJob:
         """Node-seconds of the whole work."""
         return self.work_h * 3600 * self.nodes[1]
 
+    def on_demand(self, zones: Sequence[ZoneTrace]) -> list[float]:
+        """Return USD per hour of a node on demand in each zone."""
+        return [zone.on_demand(self.on_demand_usd_per_h) for zone in zones]
+
+    def undisturbed_usd(self, usd_per_h: float) -> float:
+        """Return the bill of all the work on all nodes, at that price of each, undisturbed."""
+        return self.nodes[1] * (self.work_h + self.changeover_s / 3600) * usd_per_h
+
     def moved_usd(self, source: str, target: str) -> float:
         """Return USD for a start in the place `target` after one in `source`."""
         if self.one_place or source in ("", target):
@@ -91,8 +99,7 @@ class ReplayJob:
         pairs = tuple(tuple(self.moved_usd(a, b) for b in names) for a in names)
         late_h, late_usd = 0, self.usd_per_hour_late or 0.0
         if late_usd:  # beyond this it costs more than all of the work on demand, in time
-            dear = max(zone.on_demand(self.on_demand_usd_per_h) for zone in zones)
-            all_usd = dear * self.nodes[1] * (self.work_h + self.changeover_s / 3600)
+            all_usd = self.undisturbed_usd(max(self.on_demand(zones)))
             late_h = math.ceil(min(all_usd / late_usd, self.limit_h - self.deadline_h))
         return WorkToDo(
             self.work_h * self.nodes[1],

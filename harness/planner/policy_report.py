@@ -285,7 +285,7 @@ def timeline(zones: Sequence[ZoneTrace], row: MarketRow, window: MarketWindow) -
         )
         for place, zone in enumerate(zones)
     ]
-    usd = [zone.on_demand(job.on_demand_usd_per_h) for zone in zones]
+    usd = job.on_demand(zones)
     more = f" to {max(usd):g}" if max(usd) > min(usd) else ""
     note = f"${min(usd):g}{more} an hour"
     runs, planned = bought_levels(result), _plan_levels(best, ON_DEMAND, tick_h)
@@ -397,7 +397,7 @@ def bill_of(zones: Sequence[ZoneTrace], first: int, result: ReplayResult, job: R
 
 def _optimum_bill(zones: Sequence[ZoneTrace], first: int, best: Optimum, job: ReplayJob) -> Levels:
     tick_h = zones[0].tick_s / 3600
-    plan, dear = best.plan, min(zone.on_demand(job.on_demand_usd_per_h) for zone in zones)
+    plan, dear = best.plan, min(job.on_demand(zones))
     each = [_prices(zone, first, len(plan), job) for zone in zones]
     paid = [
         0.0

@@ -239,8 +239,7 @@ def optimum_of(zones: Sequence[ZoneTrace], first: int, job: ReplayJob) -> Optimu
 
 def on_demand_usd(zones: Sequence[ZoneTrace], job: ReplayJob) -> float:
     """Return the bill of all nodes on demand where that is cheapest, undisturbed."""
-    usd_per_h = min(zone.on_demand(job.on_demand_usd_per_h) for zone in zones)
-    return job.nodes[1] * (job.work_h + job.changeover_s / 3600) * usd_per_h
+    return job.undisturbed_usd(min(job.on_demand(zones)))
 
 
 # ---- all of them ---------------------------------------------------------------------------------

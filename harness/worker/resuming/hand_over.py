@@ -48,7 +48,7 @@ class Holding:
 @dataclass(frozen=True)
 class Chosen:
     """The state that the world goes on from. `holders`: ranks that have it, in order; `takers`:
-    ranks that receive it; `doubt`: why there is none although some node keeps one."""
+    ranks that receive it; `doubt`: which rank held another state, or why none is used."""
 
     step: int = 0
     content: str = ""
