@@ -509,10 +509,12 @@ class Workers:
         return stuck
 
     def _let_keep(self, within_s: float) -> None:
-        """Ask workers at work to keep their state and end, and wait for those that do."""
+        """Ask workers at work to keep their state and end, and wait for those that do. Where ranks
+        are apart, the script has to come to that place again from the snapshot, to be judged."""
         folder, asked = self._config.node_dir, []
+        apart = any(worker.mismatched for worker in self.all)
         for local_rank, worker in enumerate(self.all):
-            if worker.ended_by_us and self._ask_to_keep(local_rank):
+            if worker.ended_by_us and not apart and self._ask_to_keep(local_rank):
                 asked.append((local_rank, worker))
         begun_s = time.monotonic()
         while asked and (passed_s := time.monotonic() - begun_s) < within_s:

@@ -476,8 +476,8 @@ def test_a_controller_may_release_a_node(nodes):
 
 @pytest.mark.proof
 def test_a_lost_nodes_share_is_still_near(nodes):
-    """Two nodes save shares of a snapshot and keep each other's; when one is lost the other
-    reads nothing from the bucket."""
+    """Two nodes save shares of a snapshot and keep each other's; when one is lost, and the other's
+    worker with it, the new one reads nothing from the bucket."""
     peers = ("--set", "peer_tier=memory", "--set", "peer_encrypt=true")
     flags, stages = (
         ("--total", 200, "--every", 1000, "--sleep-s", 0.03, "--go", nodes.go),
@@ -494,6 +494,8 @@ def test_a_lost_nodes_share_is_still_near(nodes):
     nodes.until(
         lambda: chunks <= {path.name for stage in stages for path in stage.glob("*/near/chunks/*")}
     )
+    for worker in workers(nodes.processes[0]):  # else it keeps its state, and nothing is read
+        worker.kill()
     os.killpg(nodes.processes[1].pid, signal.SIGKILL)
     nodes.start(
         *flags, agent=(*peers, "--set", f"stage_dir={nodes.run.parent / 'stage2'}")

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,20 +52,22 @@ class Hangs(BaseException):
 # ---- what is started -----------------------------------------------------------------------------
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "socket.bind", "socket.connect")  # fmt: skip
 _started: list[str] | None = None
+_others: set[int] = set()  # threads that an earlier test left behind; what they do is not the command's
 
 
 def _hear(event: str, arguments: tuple[object, ...]) -> None:
-    if _started is not None and event in STARTS:
+    if _started is not None and event in STARTS and threading.get_ident() not in _others:
         _started.append(f"{event} {arguments!r:.200}")
 
 
 @contextlib.contextmanager
 def _heard() -> Iterator[list[str]]:
     """Audit events of this process; a hook stays for good, so there is one."""
-    global _started
+    global _started, _others
     if not getattr(sys, "_hostile_hook", False):
         sys.addaudithook(_hear)
         sys._hostile_hook = True  # type: ignore[attr-defined]
+    _others = set(sys._current_frames()) - {threading.get_ident()}
     _started = []
     try:
         yield _started
