@@ -16,8 +16,11 @@ was: this harness beside plain torchrun with a DCP checkpoint, on the same model
     python benchmarks/recovery.py --systems harness --kinds node first --rounds 5
     # steps of half a second, and snapshots every 60 s
     python benchmarks/recovery.py --kinds node --step-s 0.5 --snapshot-s 60 --calm-s 40
+    # a script that needs five seconds before its loop
+    python benchmarks/recovery.py --kinds worker node --start-s 5
 
-Systems: `harness`; `torchrun-best` (last call 1 s, keep-alive 3 x 1 s,
+Systems: `harness`; `harness-fork` (HARNESS_STAY=0: its processes end with their world, and others
+are forked); `torchrun-best` (last call 1 s, keep-alive 3 x 1 s,
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1); `torchrun` (its defaults); `bucket` (torchrun with our
 rendezvous, --rdzv-backend=bucket). In every round each system does each kind once, so that what
 else the machine does falls on all alike. A time counts from just before the kill to the end of the
@@ -43,7 +46,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SYSTEMS = ("harness", "torchrun-best", "torchrun", "bucket")
+SYSTEMS = ("harness", "harness-fork", "torchrun-best", "torchrun", "bucket")
 KINDS = ("worker", "node", "first", "join")  # what can be asked for
 FURTHER = "{} further"
 SHOWN = (*KINDS, "pause", *map(FURTHER.format, KINDS[:3]))
@@ -53,10 +56,12 @@ GLOBAL_BATCH, MICRO_BATCH, LENGTH = 8, 2, 64
 
 
 # ---- the training, in each system's own words ----------------------------------------------------
-def say(what: str, step: int, world: int) -> None:
-    """A line in our own log: time, what, step, world, rank."""
+def say(what: str, step: int, world: int, epoch: int = 0) -> None:
+    """A line in our own log: time, what, step, world, rank, and the number of the world if one
+    process passes through several."""
+    line = [time.time(), what, step, world, int(os.environ["RANK"]), epoch]
     with open(Path(os.environ["BENCH_LOG"]) / f"{os.getpid()}.log", "a") as f:
-        f.write(json.dumps([time.time(), what, step, world, int(os.environ["RANK"])]) + "\n")
+        f.write(json.dumps(line) + "\n")
 
 
 def train(system: str) -> None:
@@ -67,6 +72,7 @@ def train(system: str) -> None:
     from gpt import GPT, SIZES
     from torch.nn import functional as F
 
+    time.sleep(float(os.environ["BENCH_START_S"]))  # the model is built, and compiled
     torch.manual_seed(0)
     data = [torch.randint(256, (LENGTH + 1,)) for _ in range(1024)]
     dataset = [(row[:-1], row[1:]) for row in data]
@@ -86,9 +92,9 @@ def train(system: str) -> None:
 
         often = {"snapshot_every_s": every_s} if every_s else {"snapshot_every_steps": EVERY}
         run = harness.attach(**often)
-        say("attached", 0, run.world)
+        say("attached", 0, run.world, run.epoch)
         run.prepare(model, optimizer)
-        say("prepared", run.step, run.world)
+        say("prepared", run.step, run.world, run.epoch)
         for step in run.steps(
             dataset, total=1_000_000, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH
         ):
@@ -96,7 +102,8 @@ def train(system: str) -> None:
                 step.backward(F.cross_entropy(model(x).flatten(0, 1), y.flatten()))
             fill()
             step.update()
-            say("step", step.number, run.world)
+            if step.updated:
+                say("step", step.number, run.world, run.epoch)
         return
 
     import torch.distributed as dist
@@ -152,7 +159,23 @@ class Line:
     step: int
     world: int
     rank: int
+    epoch: int  # of a process that passes through several worlds; else 0
     pid: int
+
+    @property
+    def life(self) -> tuple[int, int]:
+        """What is another one after each loss."""
+        return self.pid, self.epoch
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of calm training, of a step, between snapshots, and before the script's loop."""
+
+    calm_s: float
+    step_s: float
+    snapshot_s: float
+    start_s: float
 
 
 @dataclass
@@ -160,9 +183,7 @@ class System:
     name: str
     folder: Path
     nproc: int
-    calm_s: float
-    step_s: float
-    snapshot_s: float
+    pace: Pace
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     number: int = 0
     port: int = 0
@@ -174,6 +195,10 @@ class System:
             s.bind(("127.0.0.1", 0))
             self.port = s.getsockname()[1]
 
+    @property
+    def is_ours(self) -> bool:
+        return self.name.startswith("harness")
+
     def start(self) -> None:
         self.number += 1
         env = {
@@ -182,21 +207,23 @@ class System:
         env |= {
             "BENCH_LOG": str(self.folder / "log"),
             "BENCH_CHECKPOINTS": str(self.folder / "checkpoints"),
-            "BENCH_STEP_S": str(self.step_s),
-            "BENCH_SNAPSHOT_S": str(self.snapshot_s),
+            "BENCH_STEP_S": str(self.pace.step_s),
+            "BENCH_SNAPSHOT_S": str(self.pace.snapshot_s),
+            "BENCH_START_S": str(self.pace.start_s),
             "PYTHONPATH": str(ROOT),
         }
         env |= {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "HARNESS_NODE_DIR": str(self.folder / f"node{self.number}"),
+            "HARNESS_STAY": "0" if self.name == "harness-fork" else "1",
         }
         script = [
             str(Path(__file__).resolve()),
             "--train",
-            "harness" if self.name == "harness" else "torchrun",
+            "harness" if self.is_ours else "torchrun",
         ]
-        if self.name == "harness":
+        if self.is_ours:
             words = [
                 "-m",
                 "harness.cli",
@@ -254,17 +281,22 @@ class System:
         return sorted(found, key=lambda ln: ln.t)
 
     def wait(
-        self, world: int, pids: set[int], limit_s: float, since: float, beyond: int = 0
+        self,
+        world: int,
+        lives: set[tuple[int, int]],
+        limit_s: float,
+        since: float,
+        beyond: int = 0,
     ) -> Line | None:
-        """The first step of `world` ranks behind step `beyond` by a process that is not one of
-        `pids`; None: there will be none."""
+        """The first step of `world` ranks behind step `beyond` in a life that is not one of
+        `lives`; None: there will be none."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             for line in self.lines():
                 if (
                     line.what == "step"
                     and line.world == world
-                    and line.pid not in pids
+                    and line.life not in lives
                     and line.t > since
                     and line.step > beyond
                 ):
@@ -294,8 +326,8 @@ class System:
 
 
 @contextlib.contextmanager
-def system(name: str, folder: Path, nproc: int, *pace: float) -> Iterator[System]:
-    made = System(name, folder, nproc, *pace)
+def system(name: str, folder: Path, nproc: int, pace: Pace) -> Iterator[System]:
+    made = System(name, folder, nproc, pace)
     try:
         yield made
     finally:
@@ -319,17 +351,17 @@ class Sample:
     parts: dict[str, float] = field(default_factory=dict)
 
 
-def settle(s: System, world: int) -> set[int]:
-    """Wait until `world` ranks train, and a while longer. The processes that ever trained."""
+def settle(s: System, world: int) -> set[tuple[int, int]]:
+    """Wait until `world` ranks train, and a while longer. The lives that there ever were."""
     if s.wait(world, set(), BEFORE_S, 0.0) is None:
         fail(s, f"it never trained with {world} ranks")
-    time.sleep(s.calm_s)
-    return {ln.pid for ln in s.lines()}
+    time.sleep(s.pace.calm_s)
+    return {ln.life for ln in s.lines()}
 
 
 def lose(s: System, kind: str, world: int, limit_s: float) -> list[Sample]:
     """The loss, and how long it takes until the training is further than it was."""
-    pids = settle(s, s.nproc * len(s.nodes))
+    lives = settle(s, s.nproc * len(s.nodes))
     if kind == "worker":
         newest = [ln for ln in s.lines() if ln.what == "step"][-s.nproc :]
         victim = max(newest, key=lambda ln: ln.rank).pid
@@ -338,11 +370,11 @@ def lose(s: System, kind: str, world: int, limit_s: float) -> list[Sample]:
     else:
         t0 = time.time()
         s.kill(0 if kind == "first" else -1)
-    line = s.wait(world, pids, limit_s, t0)
+    line = s.wait(world, lives, limit_s, t0)
     if line is None:
         return [Sample(s.name, FURTHER.format(kind), None), Sample(s.name, kind, None)]
     before = max(ln.step for ln in s.lines() if ln.what == "step" and ln.t < t0)
-    further = s.wait(world, pids, limit_s, t0, before)
+    further = s.wait(world, lives, limit_s, t0, before)
     again = {"steps done again": before + 1.0 - line.step}
     return [
         Sample(s.name, FURTHER.format(kind), further.t - t0 if further else None, again),
@@ -372,7 +404,7 @@ def parts(s: System, t0: float, line: Line) -> dict[str, float]:
     """Where the time went until `line`, by marks of the process that wrote it and the agents'
     facts. Seconds each."""
     found, last = {}, t0
-    if s.name == "harness":
+    if s.is_ours:
         from harness.bucket.archive import read_facts
         from harness.core.facts import EpochLeft, EpochStarted
         from storage.stores.store_urls import open_store
@@ -389,28 +421,31 @@ def parts(s: System, t0: float, line: Line) -> dict[str, float]:
                     max(t for t in times if t < line.t) if any(t < line.t for t in times) else last
                 )
                 found[name], last = end - last, end
-    marks = {ln.what: ln.t for ln in reversed(s.lines()) if ln.pid == line.pid}
+    lives = (line.life, (line.pid, 0))
+    mine = [ln for ln in s.lines() if ln.life in lives and ln.t > t0]
+    marks = {ln.what: ln.t for ln in reversed(mine)}
     for name, what in (
         ("worker began", "script"),
         ("process group", "attached"),
         ("restored", "prepared"),
         ("first step", "step"),
     ):
-        found[name], last = marks[what] - last, marks[what]
+        if what in marks:  # one that goes on in its process has a step only
+            found[name], last = marks[what] - last, marks[what]
     return found
 
 
 def play(
-    name: str, kinds: list[str], folder: Path, limit_s: float, pace: tuple[float, float, float]
+    name: str, kinds: list[str], folder: Path, limit_s: float, pace: Pace
 ) -> list[Sample]:
-    """Each kind once. `pace`: seconds of calm training, of a step, and between snapshots."""
+    """Each kind once."""
     samples = []
     if "worker" in kinds:
-        with system(name, folder / "one", 2, *pace) as s:
+        with system(name, folder / "one", 2, pace) as s:
             s.start()
             samples += lose(s, "worker", 2, limit_s)
     if {"node", "first", "join"} & set(kinds):
-        with system(name, folder / "two", 1, *pace) as s:
+        with system(name, folder / "two", 1, pace) as s:
             s.start()
             samples += join(s, limit_s)
             if samples[-1].seconds is None:
@@ -492,6 +527,7 @@ def main() -> None:
     parser.add_argument("--calm-s", type=float, default=8.0, help="training before each loss")
     parser.add_argument("--step-s", type=float, default=0.0, help="the least time of a step")
     parser.add_argument("--snapshot-s", type=float, default=0.0, help=f"0: every {EVERY} steps")
+    parser.add_argument("--start-s", type=float, default=0.0, help="of the script before its loop")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", default="", help="write all samples here, as JSON")
     flags = parser.parse_args()
@@ -506,7 +542,7 @@ def main() -> None:
             for name in systems:
                 if name == "torchrun" and i:  # its times are those of its time-outs: once is enough
                     continue
-                pace = (flags.calm_s, flags.step_s, flags.snapshot_s)
+                pace = Pace(flags.calm_s, flags.step_s, flags.snapshot_s, flags.start_s)
                 folder_of = Path(folder) / f"{i}-{name}"
                 new = play(name, flags.kinds, folder_of, flags.limit_s, pace)
                 samples += new

@@ -27,10 +27,10 @@ from harness.bucket.layout import NO_EPOCH, Epoch
 from harness.core.facts import OOM_KILLED, Fact, StackSeen, WorkerHung
 from harness.core.masking import masked_line
 from harness.core.mesh import MeshChoice
-from harness.node import heartbeat, marks
+from harness.node import heartbeat, marks, next_world
 from harness.node.compile_cache import compile_cache
 from harness.node.forkserver import CLOSE_S, Forked, ForkServerClient
-from harness.node.marks import Want
+from harness.node.marks import KEEP, KEEP_AND_END, Want
 from harness.node.worker_gpus import NodeHardware
 from harness.uploader.node_tiers import NearbyConfig
 
@@ -152,15 +152,45 @@ LOADER_KILLED = "is killed by signal: Killed"
 
 
 @dataclass
+class Output:
+    """The output of a process: its reader, the newest lines, and the rank that it is printed as."""
+
+    rank: int
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    reader: threading.Thread | None = None
+
+    def read(self, stream: IO[bytes]) -> None:
+        """Print the lines as they come, in a thread."""
+        self.reader = threading.Thread(target=self._read, args=(stream,), daemon=True)
+        self.reader.start()
+
+    def _read(self, stream: IO[bytes]) -> None:
+        with stream:
+            for raw in stream:
+                self.say(raw.decode(errors="replace").rstrip("\n"))
+
+    def say(self, text: str) -> None:
+        """Print a line as if the process had said it."""
+        line = masked_line(text)
+        self.tail.append(line)
+        print(f"[{self.rank}] {line}", flush=True)
+
+    def join(self, within_s: float) -> None:
+        """Wait until all of it is read."""
+        if self.reader is not None:
+            self.reader.join(within_s)
+
+
+@dataclass
 class Worker:
     process: Forked
     error_file: Path
     rank: int
     pulse: heartbeat.WorkerHeartbeat
-    tail: deque[str]
-    reader: threading.Thread  # of its output
+    output: Output
     ordered_s: float  # when its fork was ordered
     oom_killer: OomKiller
+    folder: Path  # the node's
     stacks: Path  # it writes them there on request
     hung: str = ""  # how it hung, in words; "": it did not
     guilty: bool = False  # it caused the hang; otherwise it was waiting for others
@@ -168,8 +198,23 @@ class Worker:
     ended_by_us: bool = False  # we ended it while it was still at work
 
     @property
+    def waits(self) -> int | None:
+        """The exit status that it stands for while it waits for the next world; None: it does not
+        wait."""
+        if self.process.poll() is not None:
+            return None
+        return next_world.waiting(self.folder, self.process.pid)
+
+    @property
+    def at_work(self) -> bool:
+        """True if it has neither ended nor waits for the next world."""
+        return self.process.poll() is None and self.waits is None
+
+    @property
     def code(self) -> int:
         """The exit code. A worker that even SIGKILL did not end counts as killed."""
+        if (waits := self.waits) is not None:
+            return waits
         return -signal.SIGKILL if self.process.returncode is None else self.process.returncode
 
     @property
@@ -181,7 +226,7 @@ class Worker:
 
     def seen(self) -> WorkerEnd:
         """Return the evidence about this worker, whether it has ended or is at work."""
-        at_work = self.process.poll() is None
+        at_work = self.at_work
         error, text = ("", "") if at_work and not self.hung else self.failure()
         return WorkerEnd(
             self.rank,
@@ -193,7 +238,7 @@ class Worker:
             self.hung,
             self.guilty,
             self.ended_by_us,
-            tuple(self.tail),
+            tuple(self.output.tail),
             self.pulse.sign.place if self.pulse.sign else None,
         )
 
@@ -278,14 +323,24 @@ class Workers:
         self._epoch, self._questions = epoch, worker_stacks.StackQuestions()
         self._oom_killer.begin()
         usual_s = max((w.pulse.step_s for w in self.all), default=0.0)
+        before = dict(enumerate(self.all))
         self.all = [
-            self._start(rank, local_rank, stage, patience, usual_s)
+            self._start(rank, local_rank, stage, patience, usual_s, before.pop(local_rank, None))
             for local_rank, rank in enumerate(epoch.ranks(self._member))
         ]
+        for worker in before.values():
+            worker.process.strike()
 
     def _start(
-        self, rank: int, local_rank: int, stage: Path, patience: float, usual_s: float
+        self,
+        rank: int,
+        local_rank: int,
+        stage: Path,
+        patience: float,
+        usual_s: float,
+        before: Worker | None,
     ) -> Worker:
+        """Start a worker: the process of the last generation, if it waits, or a new one."""
         sign = self._sign(local_rank)
         error_file = self._config.node_dir / f"error-{secrets.token_hex(4)}.json"
         env = {
@@ -295,20 +350,30 @@ class Workers:
             "TORCHELASTIC_ERROR_FILE": error_file,
         }
         self._open_pipe(local_rank)
-        process, out = self._nursery.fork(
-            {"env": {k: str(v) for k, v in env.items()}, "argv": self._config.argv}
-        )
+        process, output = self._process({k: str(v) for k, v in env.items()}, rank, before)
         limits = self._config.fitness.hang
         began_s = time.monotonic()
         pulse = heartbeat.WorkerHeartbeat(sign, limits, patience, usual_s, since_s=began_s)
-        tail: deque[str] = deque(maxlen=TAIL_LINES)
-        reader = threading.Thread(target=_read, args=(rank, out, tail), daemon=True)
-        reader.start()
-        stacks = heartbeat.stacks_file(self._config.node_dir, local_rank)
+        folder = self._config.node_dir
         return Worker(
-            *(process, error_file, rank, pulse, tail, reader, pulse.since_s),
-            *(self._oom_killer, stacks),
+            *(process, error_file, rank, pulse, output, pulse.since_s),
+            *(self._oom_killer, folder, heartbeat.stacks_file(folder, local_rank)),
         )
+
+    def _process(
+        self, env: dict[str, str], rank: int, before: Worker | None
+    ) -> tuple[Forked, Output]:
+        """Return the process that works with `env` from now on, and its output."""
+        if before is not None:
+            if next_world.order(self._config.node_dir, before.process.pid, env):
+                before.output.rank = rank
+                before.output.tail.clear()
+                return before.process, before.output
+            before.process.strike()  # it gave up waiting just now, or it has ended
+        process, stream = self._nursery.fork({"env": env, "argv": self._config.argv})
+        output = Output(rank)
+        output.read(stream)
+        return process, output
 
     def _environment(self, rank: int, local_rank: int) -> dict[str, object]:
         """Return the variables that torchrun would set for a worker, and those of a session."""
@@ -372,7 +437,7 @@ class Workers:
 
     def at_work(self) -> int:
         """Return the number of workers that have not ended."""
-        return sum(w.process.poll() is None for w in self.all)
+        return sum(w.at_work for w in self.all)
 
     # ---- while they work -------------------------------------------------------------------------
     def attached(self) -> bool:
@@ -402,7 +467,7 @@ class Workers:
     def signal(self, name: str) -> None:
         """Send a signal such as "USR1" (or "SIGUSR1") to workers that run."""
         for worker in self.all:
-            if worker.process.poll() is None:
+            if worker.at_work:
                 worker.process.send_signal(getattr(signal, f"SIG{name.removeprefix('SIG')}"))
 
     def find_hung(self, now: float) -> list[Worker]:
@@ -410,7 +475,7 @@ class Workers:
         record them, and let their stacks be logged."""
         hung: list[Worker] = []
         for worker in self.all:
-            if worker.process.poll() is not None:
+            if not worker.at_work:
                 continue
             worker.pulse.look(now)
             state = (
@@ -436,7 +501,7 @@ class Workers:
     def _ask_all(self, now: float) -> None:
         """Ask for all workers' stacks and last collectives, and wait for the answers, as this
         generation has ended. A stopped worker gives none."""
-        at_work = [w.rank for w in self.all if w.process.poll() is None]
+        at_work = [w.rank for w in self.all if w.at_work]
         asked = flight_recorder.ask_ranks(self._config.node_dir, at_work)
         self._questions.ask(self.all)
         time.sleep(worker_stacks.ANSWER_S)
@@ -484,7 +549,7 @@ class Workers:
         )
         print(f"harness run: rank {worker.rank} hangs: {worker.hung}; its stacks:", flush=True)
         for line in worker_stacks.text_of(worker).splitlines():
-            _log(worker.rank, line, worker.tail)
+            worker.output.say(line)
 
     # ---- end -------------------------------------------------------------------------------------
     def end(self, within_s: float = KILL_S) -> list[str]:
@@ -492,47 +557,54 @@ class Workers:
         Return, in words, those that have not ended `within_s` later: they hang in the kernel, where
         no signal ends them."""
         for worker in self.all:
-            worker.ended_by_us = worker.process.poll() is None
+            worker.ended_by_us = worker.at_work
         self._let_keep(within_s)
-        for worker in self.all:
+        ended = [worker for worker in self.all if worker.waits is None]
+        for worker in ended:
             worker.process.strike()
         until_s = time.monotonic() + within_s
         stuck: list[str] = []
-        for worker in self.all:
+        for worker in ended:
             worker.process.kill(max(0.0, until_s - time.monotonic()))
             if worker.process.returncode is None:
                 stuck.append(f"rank {worker.rank} (process {worker.process.pid})")
             else:
                 # read its last output; limited, since a grandchild may hold the pipe open
-                worker.reader.join(max(0.0, min(READ_S, until_s - time.monotonic())))
+                worker.output.join(max(0.0, min(READ_S, until_s - time.monotonic())))
+        for worker in self.all:
             worker.pulse.look(time.monotonic())  # the step that it came to
         return stuck
 
     def _let_keep(self, within_s: float) -> None:
-        """Ask workers at work to keep their state and end, and wait for those that do. Where ranks
-        are apart, the script has to come to that place again from the snapshot, to be judged."""
+        """Ask workers at work to keep their state, and wait until those that do have ended, or wait
+        for the next world. Where ranks are apart, the script has to come to that place again from
+        the snapshot, to be judged."""
         folder, asked = self._config.node_dir, []
         apart = any(worker.mismatched for worker in self.all)
         for local_rank, worker in enumerate(self.all):
-            if worker.ended_by_us and not apart and self._ask_to_keep(local_rank):
+            if (
+                worker.ended_by_us
+                and not apart
+                and self._ask_to_keep(local_rank, KEEP_AND_END if worker.guilty else KEEP)
+            ):
                 asked.append((local_rank, worker))
         begun_s = time.monotonic()
         while asked and (passed_s := time.monotonic() - begun_s) < within_s:
             asked = [
                 (local_rank, worker)
                 for local_rank, worker in asked
-                if worker.process.poll() is None
+                if worker.at_work
                 and (passed_s < ANSWER_S or marks.keeping_file(folder, local_rank).exists())
             ]
             time.sleep(LOOK_S)
 
-    def _ask_to_keep(self, local_rank: int) -> bool:
+    def _ask_to_keep(self, local_rank: int, request: bytes) -> bool:
         """Return whether the worker listens; it is asked then."""
         pipe = marks.keep_pipe(self._config.node_dir, local_rank)
         with contextlib.suppress(OSError):  # nobody reads it
             fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
             try:
-                return os.write(fd, b"k") == 1
+                return os.write(fd, request) == 1
             finally:
                 os.close(fd)
         return False
@@ -541,15 +613,3 @@ class Workers:
         """Return the dumps of NCCL's flight recorders, each once."""
         steps = {w.rank: w.pulse.sign.step if w.pulse.sign else 0 for w in self.all}
         return flight_recorder.collect(self._config.node_dir, steps)
-
-
-def _read(rank: int, stream: IO[bytes], tail: deque[str]) -> None:
-    with stream:
-        for raw in stream:
-            _log(rank, raw.decode(errors="replace").rstrip("\n"), tail)
-
-
-def _log(rank: int, text: str, tail: deque[str]) -> None:
-    line = masked_line(text)
-    tail.append(line)
-    print(f"[{rank}] {line}", flush=True)

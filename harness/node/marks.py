@@ -43,9 +43,13 @@ MOST_WHY = 400  # characters of a reason, so that a mark fits
 EXIT_CODE = {Want.RESIZE: RESIZE, Want.DRAIN: DRAINED, Want.STOP: STOPPED}
 
 
+# what the agent writes there: after KEEP a worker may wait for the next world, instead of ending
+KEEP, KEEP_AND_END = b"k", b"e"
+
+
 def keep_pipe(folder: Path, local_rank: int) -> Path:
-    """Return the pipe in the node's folder through which the agent asks a worker to keep its state
-    and end."""
+    """Return the pipe in the node's folder through which the agent asks a worker to keep its
+    state."""
     return folder / f"keep-{local_rank}"
 
 

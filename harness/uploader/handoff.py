@@ -319,6 +319,11 @@ class UploaderClient:
         for job, segment, landed in pending:
             self._fallback.send(job, segment, landed)
 
+    def close(self) -> None:
+        with self._lock:
+            self._pending.clear()  # the uploader has it
+        self._line.close()
+
     def held(self, ref: Ref) -> dict[str, Any]:
         try:
             return dict(self._line.ask("held", ref=ref.name)["near"])

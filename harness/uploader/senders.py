@@ -47,6 +47,9 @@ class SnapshotSender(Protocol):
         """Open a cache of data to other nodes. Return where theirs are, in the form that
         `node_tiers.data_peers` takes; {}: nowhere."""
 
+    def close(self) -> None:
+        """Let go of the node's uploader, which goes on with what it was given."""
+
 
 def fence(store: ObjectStore) -> Callable[[Ref], None]:
     """Return a check that raises Fenced for snapshots of a generation (the code's `epoch`) if a
@@ -132,6 +135,8 @@ class InProcessSender:
 
     def open_data(self, folder: str, nbytes: int) -> dict[str, Any]:
         return {}
+
+    def close(self) -> None: ...
 
 
 def fact_of(job: UploadJob, outcome: UploadOutcome) -> Fact:

@@ -56,7 +56,8 @@ from harness.worker.snapshotter import StagingBuffers
 from harness.worker.step_timing import HARNESS, SNAPSHOT
 
 if TYPE_CHECKING:
-    from harness.worker.step import Pending, Work
+    from harness.worker.step import Work
+    from harness.worker.step_log import Pending
 
 NO_MARK = Mark(Want.NOTHING, "")
 

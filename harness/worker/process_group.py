@@ -214,6 +214,18 @@ def _in_time(
         watch.join()  # a thread that holds a store when the interpreter ends aborts the process
 
 
+def _sockets() -> dict[str, int]:
+    """Return the sockets of this process: name (unique while it is open) and file descriptor. {}:
+    the system has no /proc."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # it was closed just now
+                if (name := os.readlink(f"/proc/self/fd/{fd}")).startswith("socket:"):
+                    found[name] = int(fd)
+    return found
+
+
 def _first_sum(device: torch.device) -> None:
     """Sum one number over all ranks, on the device, and wait for it."""
     dist.all_reduce(torch.zeros(1, device=device))
@@ -263,6 +275,7 @@ class Peers:
         self.control: dist.ProcessGroup | None = None
         # all ranks, on the device; kept explicitly, so that it works while the world is hidden
         self.everyone: dist.ProcessGroup | None = None
+        self._connections: frozenset[str] = frozenset()  # its own; where /proc shows none, unknown
 
     def meet(
         self, environ: dict[str, str], backend: str | None = None, timeout_s: float | None = None
@@ -273,6 +286,7 @@ class Peers:
                 f"attach(timeout_s={timeout_s}): wanted seconds above 0 and below {MAX_TIMEOUT_S:g}"
             )
         timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+        before = _sockets().keys()
         if dist.is_initialized():
             if backend is not None or timeout_s is not None:
                 raise BadInput(
@@ -291,6 +305,25 @@ class Peers:
         if dist.is_initialized() and self.world > 1:
             self.control = dist.new_group(backend="gloo", timeout=timeout)
             self.everyone = dist.group.WORLD
+            self._connections = frozenset(_sockets().keys() - before)
+
+    def hang_up(self) -> bool:
+        """Shut the connections to the other ranks, so that those that wait for this one, and a
+        thread of this process that waits for them, hear of it at once. Any thread may call it.
+        Return whether the connections were known."""
+        for name, fd in _sockets().items():
+            if name in self._connections:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as one:
+                    one.getpeername()  # raises for one that listens, whose end gloo cannot bear
+                    one.shutdown(socket.SHUT_RDWR)
+        return bool(self._connections)
+
+    def disband(self) -> None:
+        """Forget the process group, for another one to be formed in this process."""
+        self.hang_up()
+        self.control = self.everyone = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def _connect(
         self, store: PrefixStore, backend: str, timeout: datetime.timedelta | None

@@ -16,17 +16,17 @@ one, it is an ordinary single process.
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -42,8 +42,8 @@ from harness.core.sample_order import Blocks
 from harness.core.world import BadInput
 from harness.node.heartbeat import WorkerPhase
 from harness.node.marks import Want, keep_pipe
-from harness.uploader.node_tiers import data_peers
 from harness.worker import boundary, snapshot_timer
+from harness.worker.batches.data_peers import DataPeers
 from harness.worker.batches.feed import Feed, Shrinking, rehearse
 from harness.worker.batches.loader import MicroBatch, Stream, seed_everything
 from harness.worker.boundary import Boundary
@@ -53,8 +53,9 @@ from harness.worker.gradients.sharding import check_unwrapped
 from harness.worker.memory_report import memory_report
 from harness.worker.process_group import Peers
 from harness.worker.profiling import Profile
-from harness.worker.resuming.kept_state import StateKeeper, wake_others
+from harness.worker.resuming.kept_state import StateKeeper
 from harness.worker.resuming.resume import NewestCommitted, Resume
+from harness.worker.resuming.same_process import SameProcess, WorldOver
 from harness.worker.run_context import SCRIPT_WORLD, Run, look_again_s
 from harness.worker.setup_check import SetupCheck
 from harness.worker.snapshot_timer import Rhythm
@@ -67,51 +68,9 @@ from harness.worker.votes import HalfSteps, Votes
 from storage.snapshots.retention import AGES_H, Keep
 from storage.snapshots.snapshots import Snapshots
 from storage.stores.objects import ObjectStore
-from storage.tiers.tiers import Tier
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-# Reading of data through the caches of the other nodes of a world.
-
-
-@runtime_checkable
-class ReadsNearby(Protocol):
-    """A dataset that keeps what it reads in caches of its node, like those of `harness.data`."""
-
-    @property
-    def caches(self) -> Mapping[str, int]:
-        """The folders of its caches, each with its limit in bytes."""
-
-    def ask_peers(self, peers: Tier | None, nodes: int, once: bool) -> None:
-        """Read through the caches of other nodes from now on; `peers` None: no longer. `nodes`,
-        `once`: see `harness.data.chunk_reader.Chunks.ask_peers`. Any thread may call it."""
-
-
-class DataPeers:
-    """The other nodes' caches, as datasets of this process use them. `nodes`: in this world."""
-
-    def __init__(self, hold: StagingBuffers, store: ObjectStore, nodes: int):
-        self._hold, self._store, self._nodes = hold, store, nodes
-
-    def meet(self, dataset: object, once: bool) -> None:
-        """Connect a dataset to the other nodes' caches in a thread; return at once. `once`: each
-        item is read by one node only in a pass over the data."""
-        if not isinstance(dataset, ReadsNearby):
-            return
-        dataset.ask_peers(None, 1, once)  # drops the peers of the previous world
-        if self._nodes > 1 and dataset.caches:
-            threading.Thread(
-                target=self._meet, args=(dataset, once), name="data-peers", daemon=True
-            ).start()
-
-    def _meet(self, dataset: ReadsNearby, once: bool) -> None:
-        courier, told = self._hold.courier, dict[str, object]()
-        for folder, nbytes in dataset.caches.items():
-            told = courier.open_data(folder, nbytes)
-        if (peers := data_peers(told, self._store)) is not None:
-            dataset.ask_peers(peers, self._nodes, once)
 
 
 @dataclass(frozen=True)
@@ -154,15 +113,19 @@ class Session:
     """A script's session (see the module's docstring), made by `attach`."""
 
     def __init__(self, environ: dict[str, str], options: Options):
-        o, reduce = options, options.reduce
+        reduce = options.reduce
         if reduce not in ("fast", *WORDS):
             raise BadInput(f"reduce={reduce!r} is not known; wanted 'fast', 'exact' or 'exact32'")
-        self.seed, self.reduce = o.seed, reduce
+        self._options = options
+        self._begin(environ)
+
+    def _begin(self, environ: dict[str, str]) -> None:
+        """Begin in the world of `environ`; a process may pass through several."""
+        o, reduce = self._options, self.reduce
         peers = self._peers = Peers(environ, o.replica_ranks, o.mesh)
         # the ranks that an unchanged script is assumed to be written for; "": not said
         self.said_world = environ.get(SCRIPT_WORLD, "")
-        # `harness runs replay` re-executes a part of a run
-        until = int(environ.get("HARNESS_UNTIL_STEP", 1 << 62))
+        until = int(environ.get("HARNESS_UNTIL_STEP", 1 << 62))  # of `harness runs replay`
         _determine(peers.device, reduce, o.deterministic)
         if peers.device.type == "cuda":
             torch.cuda.set_device(peers.device)
@@ -178,7 +141,7 @@ class Session:
         last_seen = NewestCommitted(seen_path, joined.url, writes=peers.local_rank == 0)
         training, rates = Training(peers, reduce), Rates(peers.device, o.peak_flops)
         nodes = max(1, int(environ.get("GROUP_WORLD_SIZE", 1)))
-        self._step_lines = environ.get("HARNESS_STEP_LINES", "")  # `harness runs bisect`
+        self._step_lines = environ.get("HARNESS_STEP_LINES", "")  # of `harness runs bisect`
         training.guard = self._guard(environ.get(GUARDS) if o.guards is None else o.guards)
         losses = RunLosses(environ.get("HARNESS_PLACE", ""), nodes)
         timer, rhythm = PhaseTimer(marks_of(peers.device)), Rhythm(o.interval, losses)
@@ -193,14 +156,13 @@ class Session:
         if node is not None:
             log.when_whole = self._keeper.note
             self._keeper.listen(keep_pipe(node, peers.local_rank))
-        here = int(environ.get("LOCAL_WORLD_SIZE", 1))
-        speeds = json.loads(environ.get("HARNESS_SPEEDS", "null"))
-        feed = Feed(peers, o.seed, speeds, here, DataPeers(hold, joined.store, nodes).meet)
+        here, speeds = environ.get("LOCAL_WORLD_SIZE", "1"), environ.get("HARNESS_SPEEDS", "null")
+        meet = DataPeers(lambda: hold.courier, joined.store, nodes).meet
+        feed = Feed(peers, o.seed, json.loads(speeds), int(here), meet)
         log.times.traffic = feed.traffic
-        self._work = Work(
-            *(peers, joined, training, feed, log, rates, rhythm, snapshotter, votes, timer),
-            Shrinking.of(environ),
-        )
+        parts = (peers, joined, training, feed, log, rates, rhythm, snapshotter, votes, timer)
+        self._same = SameProcess(peers, joined, training, snapshotter, hold, self._keeper, environ)
+        self._work = Work(*parts, Shrinking.of(environ), self._same.survives)
         # with an agent, `conclude` is called at the script's end
         state = boundary.SessionState(by_script=mark is not None, stored=bool(joined.url))
         late = peers.device.type != "cpu" if o.votes_late is None else o.votes_late
@@ -231,7 +193,7 @@ class Session:
 
     def keep_state(self) -> None:
         """Keep the state of the last whole step in this node's memory: another rank is lost."""
-        wake_others()
+        self._peers.hang_up()
         self._keeper.keep()
 
     def out_of_memory(self) -> str:
@@ -242,6 +204,14 @@ class Session:
         return f"rank {self.rank} is out of memory in step {self.step + 1}{size}: {held}"
 
     # ---- properties for the script ---------------------------------------------------------------
+    @property
+    def seed(self) -> int:
+        return self._options.seed
+
+    @property
+    def reduce(self) -> str:
+        return self._options.reduce
+
     @property
     def rank(self) -> int:
         return self._peers.rank
@@ -395,6 +365,10 @@ class Session:
         depending on the model's parameters.
         """
         optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+        self._prepare_again = functools.partial(
+            self.prepare, model, optimizer, scheduler, scaler,
+            state=state, per_rank=per_rank, after_update=after_update, strategy=strategy,
+        )  # fmt: skip
         self._keeper.change()
         self._work.training.prepare(
             model, optimizers, scheduler, scaler, state or {}, per_rank, after_update, strategy
@@ -435,13 +409,40 @@ class Session:
         committed as the final snapshot. A script that fails does not end the run. To end it at
         once, or without an agent (plain torchrun, a single process), call `finish` after the loop.
         """
-        training, feed, halvings = self._work.training, self._work.feed, self._work.shrinking.times
         if (total is None) is (epochs is None):
             raise BadInput("run.steps(...): wanted either total= (optimizer steps) or epochs=")
+        reports = (tokens_per_sample, flops_per_sample)
+        data = (dataset, global_batch, micro_batch, shuffle, collate_fn)
+        while True:
+            try:
+                yield from self._train(data, total, epochs, num_workers, reports, guards)
+                return
+            except WorldOver as over:
+                self._go_on(over.why)
+
+    def _go_on(self, why: RuntimeError | SystemExit) -> None:
+        """Begin in the next world, with the objects of this one. Raises `why` if none comes."""
+        os.environ.update(environ := self._same.wait(why))
+        self._begin(environ)
+        self._prepare_again()
+        self._same.resumes = why
+        gc.collect()  # the last world's memory
+
+    def _train(
+        self,
+        data: tuple[Any, int, int, bool | str | Blocks, Any],
+        total: int | None,
+        epochs: int | None,
+        num_workers: int,
+        reports: tuple[int, float | str],
+        guards: Any,
+    ) -> Iterator[Step]:
+        """Yield the remaining steps, as long as this world lasts. Raises WorldOver at its end."""
+        training, feed, halvings = self._work.training, self._work.feed, self._work.shrinking.times
         self._check_prepared(guards)
         assert training.model is not None
         try:
-            stream = feed.open(dataset, global_batch, micro_batch, shuffle, collate_fn, halvings)
+            stream = feed.open(*data, halvings)
         except TooManyRanks as e:
             self._announce(feed.identity(training.model, self.reduce))
             self._shrink(e)
@@ -456,16 +457,16 @@ class Session:
         self._setup.settle()
         seed_everything(self.seed)
         self._hands.turn(boundary.Looped())
+        self._same.check(self.step)
         if stream is not None and not self.step:
-            self._try_out(dataset)
+            self._try_out(data[0])
         batches = feed.batches(self.step + 1, total, num_workers, self._run.warn_anywhere)
         training.strategy.start(self.batching.micro_batches)
         training.strategy.zero()
-        self._work.rates.watch(
-            training.model, tokens_per_sample, flops_per_sample, self.replica_ranks
-        )
+        self._work.rates.watch(training.model, *reports, self.replica_ranks)
         try:
-            yield from self._loop(batches, total)
+            with self._same.possible(stream is not None):
+                yield from self._loop(batches, total)
         finally:
             self._work.timer.rest()
             self._profile.stop()
@@ -497,12 +498,17 @@ class Session:
                 step = Step(self._work, self.step + 1, batches, self._halves)
                 self._peers.life.tell(WorkerPhase.COMPUTE, self.step)
                 yield step
+                if step.lost is not None:
+                    raise WorldOver(step.lost)
                 if not step.updated:
                     raise BadInput(
                         f"step {step.number}: step.update() was not called; it makes the optimizer "
                         "step"
                     )
-                self._hands.boundary()
+                try:
+                    self._hands.boundary()
+                except (RuntimeError, SystemExit) as e:
+                    self._same.end(e)
                 self._halves.note()
                 for profile in profiles:
                     profile.after(step.number)
@@ -733,8 +739,8 @@ def attach(
 
     It reads torchrun's and the agent's variables (RANK, ..., HARNESS_RUN, EPOCH, MARK, PROGRESS,
     STAGE, SPEEDS, PLACE, REPLICA, REPLICA_RANKS, MESH, MESHES, OOM, HALVINGS), users'
-    (HARNESS_HOST, UNTIL_STEP, LOOK_AGAIN_S, ALLOW_REWIND, PROFILE, GUARDS, ON_CHANGE, DIFF, OWNER,
-    PROJECT, EXPERIMENT, PURPOSE), and the store's (docs/STORES.md). Raises BadInput, StoreError.
+    (HARNESS_HOST, UNTIL_STEP, LOOK_AGAIN_S, ALLOW_REWIND, PROFILE, GUARDS, ON_CHANGE, DIFF, STAY,
+    OWNER, PROJECT, EXPERIMENT, PURPOSE), the store's (docs/STORES.md). Raises BadInput, StoreError.
     """
     keep = Keep(keep_snapshots, keep_every_steps, keep_best, tuple(keep_ages_h))
     interval = snapshot_timer.Interval(snapshot_every_s, snapshot_every_steps)

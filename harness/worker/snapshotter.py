@@ -161,6 +161,11 @@ class StagingBuffers:
             dcp.pin(tensor_of(segment), segment)
             self.courier.give_back(segment)
 
+    def close(self) -> None:
+        """Let go of the uploader: another world has its own connection."""
+        if self._courier is not None:
+            self._courier.close()
+
     def segment(self, make_room: Callable[[], None]) -> Segment:
         """Return memory for this rank's share of a snapshot. `make_room`: waits until everything
         sent is committed or has failed; called if the stage is full. Raises StageFull."""
@@ -460,6 +465,14 @@ class Snapshotter:
                 f"{touched[0]!r} (one of {len(touched)}) was changed in place between two "
                 "optimizer steps; from now on snapshots are copied while training stands still"
             )
+
+    def abandon(self) -> None:
+        """Wait for the copy in progress, and for no other rank: the world is over, and the next one
+        changes the state."""
+        flight = self._flight
+        if flight is not None and flight.staged is not None:
+            flight.staged.wait()
+            flight.finished = True
 
     def _act_on(self, flight: PendingSnapshot, agreement: Agreement) -> None:
         """Refuse state that differs between ranks, or copy again if its structure has changed."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from harness.core import step_records as rec
 from harness.core.batch import Batching, digest, sample_hash, seed_for
-from harness.core.world import BadInput, HarnessError
+from harness.core.world import BadInput
 from harness.node.heartbeat import WorkerPhase
 from harness.node.marks import Want
 from harness.worker.batches.feed import Feed, Shrinking
@@ -27,7 +27,14 @@ from harness.worker.run_context import Run
 from harness.worker.snapshot_timer import Rhythm
 from harness.worker.snapshotter import Snapshotter
 from harness.worker.staged_model import StagedModel
-from harness.worker.step_log import StepLog
+from harness.worker.step_log import (
+    ENOUGH,
+    STEP_MS,
+    VOTES,
+    Pending,
+    StepLog,
+    halves,
+)
 from harness.worker.step_timing import (
     BACKWARD,
     COMMUNICATION,
@@ -42,12 +49,6 @@ from harness.worker.step_timing import (
 )
 from harness.worker.training_state import PASSED, Judged, Training
 from harness.worker.votes import HalfSteps, Votes
-
-# places in `Pending.ints`; 64-bit values are stored as two halves, so that a float64 holds the sums
-# of 2**21 ranks exactly
-DIGEST, SAMPLES, VOTES = slice(0, 2), 2, slice(3, 3 + len(Want))
-CONTENTS, TWINS = slice(VOTES.stop, VOTES.stop + 2), slice(VOTES.stop + 2, VOTES.stop + 4)
-TELL, GFLOPS, ENOUGH, STEP_MS = range(TWINS.stop, TWINS.stop + 4)
 
 
 class Sums:
@@ -130,101 +131,6 @@ class Sums:
         return torch.tensor(mine, dtype=torch.int64)
 
 
-@dataclass
-class Pending:
-    """A step whose numbers have not arrived from the other ranks yet. They are sums over all ranks,
-    valid when `arrive` has returned."""
-
-    # digest, samples, weight, loss and h are filled in on arrival
-    record: rec.StepRecord
-    t_start: float  # wall clock
-    # from its begin to the end of `update`, by the host's clock, if it was not timed otherwise; the
-    # arrival of the numbers, and the script's work until the next step, are not part of its time
-    host_s: float
-    # (4 + 11 + wants,) float64, host (valid when `copied` has passed): loss sum, weight, grad norm;
-    # this rank's own loss sum; and then `ints`
-    floats: torch.Tensor
-    own_weight: float = 0.0
-    micros: int = 0  # micro-batches that this rank did
-    copied: Any = None  # a GPU's event; when it has passed, the whole step is done
-    with_contents: bool = False  # the record has a digest of the contents read (of a stream)
-    scaled: bool = False  # with a GradScaler, so the norm may be infinite
-
-    def arrive(self) -> tuple[float, float, float]:
-        """Wait for the device. Return the loss over the global batch, the global weight and the
-        gradient norm. The loss of a step of which the script has skipped everything is 0."""
-        if self.copied is not None:
-            self.copied.synchronize()
-            self.copied = None
-        loss_sum, weight, norm = self.floats[:3].tolist()
-        skipped = not weight and loss_sum == 0.0
-        return (0.0 if skipped else loss_sum / weight if weight else math.nan), weight, norm
-
-    @functools.cached_property
-    def ints(self) -> torch.Tensor:
-        """(11 + wants,) int64, after `arrive`: digest halves, samples, `VOTES`, contents halves,
-        halves of the same digests of replicas' other ranks, whether to gather times now, GFLOP/s,
-        whether the script requests the end of the run, milliseconds that the step before took."""
-        return self.floats[4:].to(torch.int64)
-
-    def digests(self) -> tuple[str, str]:
-        """Return the digests of the samples of the step and of their contents ("": not wanted)."""
-        samples = f"{sum_of_halves(self.ints[DIGEST]):016x}"
-        return samples, f"{sum_of_halves(self.ints[CONTENTS]):016x}" if self.with_contents else ""
-
-    @property
-    def samples(self) -> int:
-        return int(self.ints[SAMPLES])
-
-    @property
-    def votes(self) -> torch.Tensor:
-        """The number of ranks that want each `Want`."""
-        return self.ints[VOTES]
-
-    @property
-    def enough(self) -> int:
-        """The number of ranks whose script wants the run to end."""
-        return int(self.ints[ENOUGH])
-
-    @property
-    def mean_s(self) -> float:
-        """The seconds that the step before took by the ranks' hosts; 0: there is no agent."""
-        return int(self.ints[STEP_MS]) / 1e3 / self.record.world
-
-    @property
-    def tells_times(self) -> bool:
-        """True if the ranks gather their times after this step."""
-        return bool(self.ints[TELL])
-
-    @property
-    def peak_gflops(self) -> int:
-        return int(self.ints[GFLOPS])
-
-    def check_replicas(self) -> None:
-        """Raise HarnessError unless all ranks of each replica were given the same samples."""
-        others = self.record.replica_ranks - 1
-        wanted = (
-            others * (sum_of_halves(self.ints[DIGEST]) + sum_of_halves(self.ints[CONTENTS])) % 2**64
-        )
-        if others and sum_of_halves(self.ints[TWINS]) != wanted:
-            raise HarnessError(
-                f"step {self.record.step}: wanted all {others + 1} ranks of a replica to read the "
-                "same samples, found that they did not; the dataset must give the same rows on "
-                "every rank (does it split itself by rank?)"
-            )
-
-
-def halves(total: int) -> tuple[int, int]:
-    """Split a 64-bit number into two halves of 32 bits, the lower first."""
-    return total & 0xFFFFFFFF, total >> 32
-
-
-def sum_of_halves(two: torch.Tensor) -> int:
-    """Return the sum, mod 2**64, from the sums of `halves`."""
-    low, high = two.tolist()
-    return int(low + (high << 32)) % 2**64
-
-
 def to_host(floats: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
     """Copy to the host without blocking. Return the copy and the event that completes it, or
     None if it is complete."""
@@ -251,6 +157,9 @@ class Work:
     votes: Votes
     timer: PhaseTimer
     shrinking: Shrinking
+    # keeps the state if the error says that another rank is lost, and returns whether this process
+    # goes on in the next world
+    survives: Callable[[RuntimeError], bool]
 
     @property
     def batching(self) -> Batching:
@@ -463,7 +372,8 @@ class GivenMicro:
 class OpenStep:
     """The base of a script's steps. `number`: 1, 2, ... `attempt`: 0; with exact sums 1, 2, ...
     while the same micro-batches are repeated because a gradient did not fit: the loop's body should
-    count and log only at 0 (see `attach`). `updated`: the step is over.
+    count and log only at 0 (see `attach`). `updated`: the step is over. `lost`: it ended without an
+    update, since another rank is lost; the next world does it again.
     """
 
     begins = -1  # see `StepRecord.begins`
@@ -473,6 +383,7 @@ class OpenStep:
         self.number, self._work = number, work
         self.attempt = 0
         self.updated = False
+        self.lost: RuntimeError | None = None
         self._sums = self._phase = self._new_sums()  # for the record; for the present phase
         self._hand = AtHand(0, 0)
         # micro-batches of this phase that had no backward so far; -1: none has begun
@@ -516,6 +427,26 @@ class OpenStep:
         It may be called several times for a micro-batch, equally often for each: without weights
         the losses add up; with weights each is the mean of a part of it (a loss in chunks).
         """
+        if self.lost is not None:
+            return
+        try:
+            self._backward(loss, weight, via)
+        except RuntimeError as e:
+            self._lose(e)
+
+    def _lose(self, error: RuntimeError) -> None:
+        """Take this for the end of the world, for the next one to do the step again. Raises the
+        error if it is another one, or if this process cannot go on."""
+        if not self._work.survives(error):
+            raise error
+        self.lost = error
+
+    def _backward(
+        self,
+        loss: torch.Tensor,
+        weight: float | None,
+        via: Callable[[torch.Tensor], object] | None,
+    ) -> None:
         training, hand = self._work.training, self._hand
         self._work.timer.enter(BACKWARD)
         if (whole := getattr(loss, "full_tensor", None)) is not None:  # from torch's loss_parallel
@@ -584,16 +515,23 @@ class OpenStep:
 
     def update(self, clip_norm: float | None = None) -> None:
         """Sum gradients over all replicas, divide by the global weight, clip, and step all prepared
-        optimizers and the scheduler: `sync`, their steps, `done`."""
-        self.sync(clip_norm)
-        self._work.optimize(self._phase.judged)
-        self.done()
+        optimizers and the scheduler: `sync`, their steps, `done`. If another rank is lost
+        meanwhile, it may return without an update; the loop then goes on with the same step."""
+        if self.lost is not None:
+            return
+        try:
+            self.sync(clip_norm)
+            self._work.optimize(self._phase.judged)
+            self.done()
+        except RuntimeError as e:
+            self._lose(e)
 
     @property
     def loss(self) -> float:
         """The loss over the global batch: after `sync` that of this phase, after `done` or `update`
         that of the step, which is its first phase's. Reading it waits for the other ranks (and the
-        GPU), so read it only when needed."""
+        GPU), so read it only when needed. If this step was lost before its
+        sum, it is the last step's."""
         if self.updated or self._newest is None:
             return self._work.log.loss_of(self.number)
         total, weight = self._newest[:2].tolist()
@@ -712,10 +650,18 @@ class Step(OpenStep):
             self._left, self._micros = 0, self._micros + rounds
 
     def _round(self) -> Iterator[Any]:
+        try:
+            yield from self._micros_of_phase()
+        except RuntimeError as e:
+            self._lose(e)
+
+    def _micros_of_phase(self) -> Iterator[Any]:
         w, timer = self._work, self._work.timer
         for rounds in self._attempts(may_drop=self._current is None):
             for i in range(rounds):
                 self._halves.look(i)
+                if self.lost is not None:
+                    return
                 given = self._give(i)
                 self._take_up(given.micro, given.samples, i == rounds - 1, given.filler)
                 data = to_device(given.data, w.peers.device)
@@ -723,7 +669,7 @@ class Step(OpenStep):
                     w.rates.arm()
                 timer.enter(FORWARD)
                 yield data
-                if not self.went_backward:
+                if not (self.went_backward or self.lost):
                     raise BadInput(
                         f"step {self.number}: step.backward(loss) was called 0 times for one "
                         "micro-batch, wanted once at least"

@@ -3,11 +3,12 @@ chain and a fact. Runs in the worker."""
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +19,112 @@ from harness.core import step_records as rec
 from harness.core.facts import PHASES, GuardTripped, StepDone, StepsTimed, Validated
 from harness.core.read_traffic import CACHE, PEER, Traffic
 from harness.core.world import HarnessError
+from harness.node.marks import Want
 from harness.worker.run_context import Run
 from harness.worker.step_timing import COMMUNICATION, HARNESS, PhaseTimer, Rates
 
-if TYPE_CHECKING:
-    from harness.worker.step import Pending
+# places in `Pending.ints`; 64-bit values are stored as two halves, so that a float64 holds the sums
+# of 2**21 ranks exactly
+DIGEST, SAMPLES, VOTES = slice(0, 2), 2, slice(3, 3 + len(Want))
+CONTENTS, TWINS = slice(VOTES.stop, VOTES.stop + 2), slice(VOTES.stop + 2, VOTES.stop + 4)
+TELL, GFLOPS, ENOUGH, STEP_MS = range(TWINS.stop, TWINS.stop + 4)
+
+
+
+@dataclass
+class Pending:
+    """A step whose numbers have not arrived from the other ranks yet. They are sums over all ranks,
+    valid when `arrive` has returned."""
+
+    # digest, samples, weight, loss and h are filled in on arrival
+    record: rec.StepRecord
+    t_start: float  # wall clock
+    # from its begin to the end of `update`, by the host's clock, if it was not timed otherwise; the
+    # arrival of the numbers, and the script's work until the next step, are not part of its time
+    host_s: float
+    # (4 + 11 + wants,) float64, host (valid when `copied` has passed): loss sum, weight, grad norm;
+    # this rank's own loss sum; and then `ints`
+    floats: torch.Tensor
+    own_weight: float = 0.0
+    micros: int = 0  # micro-batches that this rank did
+    copied: Any = None  # a GPU's event; when it has passed, the whole step is done
+    with_contents: bool = False  # the record has a digest of the contents read (of a stream)
+    scaled: bool = False  # with a GradScaler, so the norm may be infinite
+
+    def arrive(self) -> tuple[float, float, float]:
+        """Wait for the device. Return the loss over the global batch, the global weight and the
+        gradient norm. The loss of a step of which the script has skipped everything is 0."""
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.copied = None
+        loss_sum, weight, norm = self.floats[:3].tolist()
+        skipped = not weight and loss_sum == 0.0
+        return (0.0 if skipped else loss_sum / weight if weight else math.nan), weight, norm
+
+    @functools.cached_property
+    def ints(self) -> torch.Tensor:
+        """(11 + wants,) int64, after `arrive`: digest halves, samples, `VOTES`, contents halves,
+        halves of the same digests of replicas' other ranks, whether to gather times now, GFLOP/s,
+        whether the script requests the end of the run, milliseconds that the step before took."""
+        return self.floats[4:].to(torch.int64)
+
+    def digests(self) -> tuple[str, str]:
+        """Return the digests of the samples of the step and of their contents ("": not wanted)."""
+        samples = f"{sum_of_halves(self.ints[DIGEST]):016x}"
+        return samples, f"{sum_of_halves(self.ints[CONTENTS]):016x}" if self.with_contents else ""
+
+    @property
+    def samples(self) -> int:
+        return int(self.ints[SAMPLES])
+
+    @property
+    def votes(self) -> torch.Tensor:
+        """The number of ranks that want each `Want`."""
+        return self.ints[VOTES]
+
+    @property
+    def enough(self) -> int:
+        """The number of ranks whose script wants the run to end."""
+        return int(self.ints[ENOUGH])
+
+    @property
+    def mean_s(self) -> float:
+        """The seconds that the step before took by the ranks' hosts; 0: there is no agent."""
+        return int(self.ints[STEP_MS]) / 1e3 / self.record.world
+
+    @property
+    def tells_times(self) -> bool:
+        """True if the ranks gather their times after this step."""
+        return bool(self.ints[TELL])
+
+    @property
+    def peak_gflops(self) -> int:
+        return int(self.ints[GFLOPS])
+
+    def check_replicas(self) -> None:
+        """Raise HarnessError unless all ranks of each replica were given the same samples."""
+        others = self.record.replica_ranks - 1
+        wanted = (
+            others * (sum_of_halves(self.ints[DIGEST]) + sum_of_halves(self.ints[CONTENTS])) % 2**64
+        )
+        if others and sum_of_halves(self.ints[TWINS]) != wanted:
+            raise HarnessError(
+                f"step {self.record.step}: wanted all {others + 1} ranks of a replica to read the "
+                "same samples, found that they did not; the dataset must give the same rows on "
+                "every rank (does it split itself by rank?)"
+            )
+
+
+def halves(total: int) -> tuple[int, int]:
+    """Split a 64-bit number into two halves of 32 bits, the lower first."""
+    return total & 0xFFFFFFFF, total >> 32
+
+
+def sum_of_halves(two: torch.Tensor) -> int:
+    """Return the sum, mod 2**64, from the sums of `halves`."""
+    low, high = two.tolist()
+    return int(low + (high << 32)) % 2**64
+
 
 # Guards that stop a training run that has gone wrong, before its state is committed, and the
 # precision that a model computes in.

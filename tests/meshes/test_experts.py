@@ -14,8 +14,8 @@ import torch
 from harness.core.world import BadInput
 from harness.look.audit.audit import audit
 from harness.meshes.expert_parallel import _check
+from harness.worker.gradients.router_loads import Loads
 from harness.worker.process_group import Peers
-from harness.worker.training_state import Loads
 from storage.stores.store_urls import open_store
 from support.worlds import same_training, train
 

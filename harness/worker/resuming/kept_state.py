@@ -29,19 +29,18 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from harness.core import step_records as rec
-from harness.node.marks import KEPT, keeping_file
-from harness.worker import alone
+from harness.node.marks import KEEP, KEPT, keeping_file
 from harness.worker.process_group import Peers
 from harness.worker.run_context import Run
 from harness.worker.training_state import SMALL_NBYTES, Training
@@ -56,6 +55,8 @@ from storage.tensors.tensor_names import plain_name
 
 SHARE = 0.01  # of the training's time that noting may take; if it takes more, some steps have none
 WHOLE_WITHIN_S = 2.0  # a rank that was asked amid an update waits so long for its end
+HEARS_WITHIN_S = 2.0  # ... or for the main thread to come to a collective, which fails
+CLOSED = b"c"  # written into the pipe by this process itself
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,38 @@ def copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
+class Standing(Enum):
+    """The standing of the state, as far as it can be kept."""
+
+    CHANGES = "an optimizer may have stepped since the last boundary"
+    WHOLE = "as it was at the last boundary"
+    COLLECTIVE = "some object's state is read by all ranks together, so it is never kept"
+    KEPT = "it was kept"
+
+
+class KeepRequests:
+    """The thread that hears the agent's request, with the hook that hears optimizers step. `obey`:
+    is called with the request; `change`: before each optimizer's step."""
+
+    def __init__(self, pipe: Path, obey: Callable[[bytes], None], change: Callable[..., None]):
+        """Raises OSError if there is no pipe."""
+        self._pipe, self._obey = os.open(pipe, os.O_RDWR), obey
+        self._thread = threading.Thread(target=self._listen, name="keeper", daemon=True)
+        self._thread.start()
+        self._hook = register_optimizer_step_pre_hook(change)
+
+    def _listen(self) -> None:
+        request = os.read(self._pipe, 1)
+        if request != CLOSED:
+            self._obey(request)
+
+    def close(self) -> None:
+        self._hook.remove()
+        os.write(self._pipe, CLOSED)
+        self._thread.join(HEARS_WITHIN_S)
+        os.close(self._pipe)
+
+
 class StateKeeper:
     """Keeps this rank's state when another is lost. `folder`: the node's stage; None: there is no
     agent, and nothing is kept. `origin`: tells where the present state comes from. `node`: the
@@ -235,22 +268,29 @@ class StateKeeper:
         self._at_boundary = threading.Condition(threading.RLock())
         self._noted: Noted | None = None
         self._buffers: tuple[nn.Module, ModelBuffers] | None = None
-        self._is_whole = self._has_ended = False
-        self._is_collective = False  # some object's state is read by all ranks together
-        self._looked_at = -2  # the saved step then
-        self._holds = peers.local_rank == 0  # the node may keep a state of an earlier world
+        self._standing = Standing.CHANGES
+        # the saved step when it was last seen whether the node still keeps a state of an earlier
+        # world; None: it keeps none
+        self._looked_at: int | None = -2 if peers.local_rank == 0 else None
         self._again_s = 0.0  # when the next note may be taken (perf_counter)
+        self._requests: KeepRequests | None = None
+        self.goes_on = False  # the main thread may go on in the next world
+        self._taken_up = threading.Event()  # it has heard of the loss
 
     # ---- in calm training ------------------------------------------------------------------------
     def listen(self, pipe: Path) -> None:
-        """Keep the state, and end this process, once the agent writes into this pipe."""
+        """Keep the state once the agent writes into this pipe."""
         with contextlib.suppress(OSError):
-            fd = os.open(pipe, os.O_RDWR)
-            threading.Thread(target=self._obey, args=(fd,), name="keeper", daemon=True).start()
-            register_optimizer_step_pre_hook(self.change)
+            self._requests = KeepRequests(pipe, self._obey, self.change)
+
+    def close(self) -> None:
+        """Listen no longer: another world has its own keeper."""
+        if self._requests is not None:
+            self._requests.close()
 
     @property
-    def _is_possible(self) -> bool:
+    def is_possible(self) -> bool:
+        """True if this rank can keep its state."""
         training, peers = self._training, self._peers
         return (
             self.folder is not None
@@ -258,15 +298,15 @@ class StateKeeper:
             and peers.device.type == "cpu"
             and peers.copy_ranks == 1
             and training.is_readable_alone
-            and not self._is_collective
+            and self._standing is not Standing.COLLECTIVE
         )
 
     def note(self) -> None:
         """Note at the end of a step, whose record is known, that the state is whole."""
         began_s = time.perf_counter()
-        if not self._is_possible or began_s < self._again_s:
+        if not self.is_possible or began_s < self._again_s:
             return
-        if self._holds:
+        if self._looked_at is not None:
             self._forget()
         model = self._training.model
         assert model is not None
@@ -277,8 +317,8 @@ class StateKeeper:
             before = self._collectives() if first else 0
             self._noted = noted(self._training, self._run.step, self._buffers[1])
             # all ranks note the first time, and not always together later
-            self._is_collective = first and self._collectives() != before
-            self._is_whole = not self._is_collective
+            together = first and self._collectives() != before
+            self._standing = Standing.COLLECTIVE if together else Standing.WHOLE
             self._at_boundary.notify_all()
         cost_s = time.perf_counter() - began_s
         self._again_s = began_s + cost_s / SHARE
@@ -290,9 +330,9 @@ class StateKeeper:
 
     def change(self, *_: Any) -> None:
         """Note that the state changes: an optimizer steps next, or other objects are trained."""
-        if self._is_whole:
+        if self._standing is Standing.WHOLE:
             with self._at_boundary:
-                self._is_whole = False
+                self._standing = Standing.CHANGES
 
     def _forget(self) -> None:
         """Remove the state that this node keeps if a snapshot of its step, or a later one, is
@@ -303,35 +343,48 @@ class StateKeeper:
         self._looked_at, kept = saved, read(self.folder)
         if kept is None or saved >= kept.step:
             drop(self.folder)
-            self._holds = False
+            self._looked_at = None
 
     # ---- when another rank is lost ---------------------------------------------------------------
-    def _obey(self, pipe: int) -> None:
-        os.read(pipe, 1)
+    def _obey(self, request: bytes) -> None:
+        self._show_that_it_keeps()
+        if request == KEEP and self.goes_on:
+            self._peers.hang_up()  # the main thread's collective fails, and it does the rest
+            if self._taken_up.wait(HEARS_WITHIN_S):
+                return
         try:
             self.keep(wait_s=WHOLE_WITHIN_S, ends=True)
         finally:
             os._exit(1)
 
-    def keep(self, wait_s: float = 0.0, ends: bool = False) -> None:
-        """Keep the state of the last whole step, if there is one, or comes within `wait_s`. `ends`:
-        the process is ended at once, so the state must not change any more."""
+    def _show_that_it_keeps(self) -> None:
         if self._node is not None:
             with contextlib.suppress(OSError):
                 keeping_file(self._node, self._peers.local_rank).touch()
+
+    def keep(self, wait_s: float = 0.0, ends: bool = False) -> None:
+        """Keep the state of the last whole step, if there is one, or comes within `wait_s`. `ends`:
+        the process is ended at once, so the state must not change any more."""
+        self._show_that_it_keeps()
         with self._at_boundary:
-            if wait_s and self._noted is not None and not self._has_ended:
-                self._at_boundary.wait_for(lambda: self._is_whole, wait_s)
-            ready = self._is_whole and not self._has_ended and self._noted is not None
-            if ready and self._is_first():
+            if self._standing is Standing.CHANGES and wait_s and self._noted is not None:
+                self._at_boundary.wait_for(lambda: self._standing is Standing.WHOLE, wait_s)
+            if not ends:
+                self._taken_up.set()
+            if self._standing is Standing.WHOLE and self._is_first():
                 assert self._noted is not None
-                self._has_ended = True
+                self._standing = Standing.KEPT
                 try:
                     self._keep(self._noted)
                 except (OSError, StoreError, TypeError, ValueError, RuntimeError) as e:
                     print(f"harness: the state of this node is lost: {e}", flush=True)
             if ends:
                 os._exit(1)
+
+    def has_kept(self) -> bool:
+        """Return whether this node keeps a state of this run."""
+        kept = read(self.folder)
+        return kept is not None and kept.run == self._run.url
 
     def _is_first(self) -> bool:
         """Return whether no other rank of this node keeps its state: they are all the same."""
@@ -405,15 +458,3 @@ class StateKeeper:
             file=str(path),
             places={keys[name]: place for name, place in layout.files.items()},
         )
-
-
-def wake_others() -> None:
-    """Close the connections of this process to other ranks, in a thread, so that those that wait
-    for it hear of a loss at once, and not only when it has kept its state."""
-
-    def close() -> None:
-        with contextlib.suppress(RuntimeError), alone.world.inside():
-            if dist.is_initialized():
-                dist.destroy_process_group()
-
-    threading.Thread(target=close, name="wake", daemon=True).start()

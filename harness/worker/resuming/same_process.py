@@ -1,0 +1,139 @@
+"""Going on in the next world in the same process, when another rank is lost or others join. Runs in
+the worker.
+
+A process that ends costs more than the step: what the script does before its loop (imports, data,
+the model, its compilation) comes again. So a worker that can stays: it hangs up, keeps its state
+(`kept_state.py`), waits for the agent's order (`node/next_world.py`), and the session begins anew
+in this process with the objects that were prepared. From there on everything is as in a new
+process: it meets the others, resumes from the newest state, and the loop yields the next step. The
+weights that this process holds are overwritten, so what the script has done to them since does no
+harm.
+
+A process ends, and is begun anew, where that would not be sound: outside `run.steps`; where ranks
+keep no state; if the script has process groups of its own, which die with the world; if data is a
+stream, whose place only a new reader finds; if the model has buffers that change and are in no
+snapshot; in a later phase of the run; or if there is nothing yet to resume from, since the model no
+longer has the values that it began with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from torch.distributed import distributed_c10d as c10d
+
+from harness.core.world import RESIZE
+from harness.node.forkserver import PEER_GONE, write_error
+from harness.node.heartbeat import name_process
+from harness.node.next_world import LOST, PARTED, wait
+from harness.worker import alone
+from harness.worker.process_group import Peers
+from harness.worker.resuming.kept_state import StateKeeper
+from harness.worker.run_context import Run
+from harness.worker.snapshotter import Snapshotter, StagingBuffers
+from harness.worker.training_state import Training
+
+OURS = 2  # process groups that a session makes in a world of replicas
+SWITCH = "HARNESS_STAY"  # "0": processes end with their world
+
+
+class WorldOver(Exception):
+    """The error for a loop whose world has ended, and whose process goes on. `why`: what would have
+    ended the process."""
+
+    def __init__(self, why: RuntimeError | SystemExit):
+        super().__init__(str(why))
+        self.why = why
+
+
+class SameProcess:
+    """Decides whether this process goes on in the next world, and waits for it. `resumes`: the end of
+    the last world, until this one has resumed; None: this is the process' first world."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        run: Run,
+        training: Training,
+        snapshotter: Snapshotter,
+        hold: StagingBuffers,
+        keeper: StateKeeper,
+        environ: Mapping[str, str],
+    ):
+        self._peers, self._run, self._training = peers, run, training
+        self._snapshotter, self._hold, self._keeper = snapshotter, hold, keeper
+        self._environ = dict(environ)
+        mark = environ.get("HARNESS_MARK") if environ.get(SWITCH, "1") != "0" else None
+        self._node = Path(mark).parent if mark else None
+        self.resumes: RuntimeError | SystemExit | None = None
+
+    def check(self, step: int) -> None:
+        """Check, once this world has resumed, that it has: a model that was trained before is no
+        begin. Raises the error that would have ended this process."""
+        before, self.resumes = self.resumes, None
+        if before is not None and not step:
+            raise before
+
+    @contextlib.contextmanager
+    def possible(self, streams: bool) -> Iterator[None]:
+        """Within it, the process goes on if that is sound. `streams`: data is a stream."""
+        self._keeper.goes_on = (
+            self._node is not None
+            and not streams
+            and self._run.phase.number == 1
+            and threading.current_thread() is threading.main_thread()
+        )
+        try:
+            yield
+        finally:
+            self._keeper.goes_on = False
+
+    @property
+    def _may(self) -> bool:
+        return (
+            self._keeper.goes_on
+            and self._keeper.is_possible
+            and not alone.is_hidden()
+            and len(c10d._world.pg_map) <= OURS
+            and not self._training.forgets()
+        )
+
+    def survives(self, error: RuntimeError) -> bool:
+        """Hang up and keep the state, if the error says that another rank is lost. Return whether
+        the process goes on: if that is sound, and there is a state to go on from."""
+        if not (PEER_GONE.search(str(error)) and self._may and self._peers.hang_up()):
+            return False
+        self._snapshotter.abandon()
+        self._keeper.keep()
+        return self._snapshotter.saved_step > 0 or self._keeper.has_kept()
+
+    def end(self, why: RuntimeError | SystemExit) -> NoReturn:
+        """Raise what has ended the world at a step boundary, as WorldOver if the process goes on
+        behind it."""
+        if isinstance(why, SystemExit):
+            goes_on = why.code == RESIZE and self._may
+        else:
+            goes_on = self.survives(why)
+        raise WorldOver(why) if goes_on else why
+
+    def wait(self, why: RuntimeError | SystemExit) -> dict[str, str]:
+        """Let go of the world, and wait for the next one. Return the environment that it begins
+        with. Raises `why`,
+        which would have ended this process, if no order comes."""
+        assert self._node is not None
+        if isinstance(why, RuntimeError):
+            write_error(why)  # for the agent, as if it had
+        self._keeper.close()
+        self._peers.disband()
+        self._hold.close()
+        self._training.release()
+        threading.Thread(target=self._run.close, name="last-facts", daemon=True).start()
+        status = PARTED if isinstance(why, SystemExit) else LOST
+        if (order := wait(self._node, status)) is None:
+            raise why
+        name_process(f"rank-{order['RANK']}")
+        return {**self._environ, **order}

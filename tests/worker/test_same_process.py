@@ -1,0 +1,186 @@
+"""Processes of survivors go on in the next world: what a script does before its loop is done once."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from harness.core.facts import SessionStarted
+from harness.core.world import RESIZE
+from harness.node import next_world
+from harness.worker.process_group import Peers
+from harness.worker.training_state import Training
+from support.worlds import history
+
+SCRIPT = """
+import hashlib, json, os, pathlib, sys, time, torch, harness
+folder = pathlib.Path(sys.argv[1])
+run = harness.attach(seed=1, snapshot_every_steps=1000, reduce="exact")
+model = torch.nn.Sequential(
+    torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 2)
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+ema = torch.optim.swa_utils.AveragedModel(model)
+run.prepare(model, optimizer, scheduler=scheduler, state={"ema": ema})
+if sys.argv[3:]:
+    torch.distributed.new_group()
+data = torch.utils.data.TensorDataset(torch.randn(320, 16, generator=torch.Generator().manual_seed(1)))
+with open(folder / "begun", "a") as f:
+    f.write(f"{os.getpid()}\\n")
+for step in run.steps(data, total=100, global_batch=8, micro_batch=2):
+    for (x,) in step:
+        step.backward((model(x) - 1).square().mean())
+    step.update(1.0)
+    ema.update_parameters(model)
+    with open(folder / "steps", "a") as f:
+        f.write(json.dumps([os.getpid(), run.epoch, run.world, step.number, step.updated]) + "\\n")
+    time.sleep(float(sys.argv[2]))
+if run.rank == 0:
+    state = {**model.state_dict(), **{f"ema.{k}": v for k, v in ema.state_dict().items()}}
+    values = b"".join(state[k].numpy().tobytes() for k in sorted(state))
+    (folder / "weights").write_text(hashlib.sha256(values).hexdigest())
+"""
+
+
+class Trained:
+    """Nodes that train the script in a folder."""
+
+    def __init__(self, nodes, *flags):
+        self.nodes, self.folder, self.flags = nodes, nodes.run.parent, flags
+        (self.folder / "script.py").write_text(SCRIPT)
+
+    def start(self, sleep_s=0.1):
+        return self.nodes.start(
+            *(self.folder, sleep_s, *self.flags), script=self.folder / "script.py"
+        )
+
+    def lines(self):
+        """[pid, epoch, world, step, updated], each."""
+        file = self.folder / "steps"
+        return list(map(json.loads, file.read_text().splitlines())) if file.exists() else []
+
+    def until_world(self, world, behind=0):
+        """Wait until a later generation than `behind` trains with so many ranks; return its number
+        and its processes."""
+
+        def met():
+            return [e for _, e, w, *_ in self.lines() if w == world and e > behind]
+
+        self.nodes.until(met)
+        epoch = met()[0]
+        self.nodes.until(lambda: len(self.pids(epoch)) == world)
+        self.nodes.until(lambda: sum(e == epoch for _, e, *_ in self.lines()) >= 4 * world)
+        return epoch, self.pids(epoch)
+
+    def pids(self, epoch):
+        return {pid for pid, e, *_ in self.lines() if e == epoch}
+
+    def begun(self):
+        return (self.folder / "begun").read_text().split()
+
+
+def workers_of(process):
+    return [p for p in psutil.Process(process.pid).children(recursive=True) if "rank" in p.name()]
+
+
+@pytest.mark.proof
+def test_a_loss_a_silent_node_and_a_newcomer_find_the_same_processes(nodes):
+    calm = Trained(nodes)
+    calm.start(0)
+    assert nodes.codes() == [0], nodes.logs()
+    weights = (calm.folder / "weights").read_text()
+    for name in ("begun", "steps", "weights"):
+        (calm.folder / name).unlink()
+    nodes.run, nodes.url, nodes.processes = nodes.run.with_name("other"), f"{nodes.url}2", []
+    told = Trained(nodes)
+    found = [told.start() for _ in range(3)]
+    first, pids = told.until_world(3)
+
+    (worker,) = workers_of(found[1])
+    worker.kill()
+    second, after = told.until_world(3, first)
+    assert pids - after == {worker.pid} and len(told.begun()) == 4, nodes.logs()
+    assert "other software" not in nodes.logs()
+
+    everything = [found[2].pid, *(p.pid for p in psutil.Process(found[2].pid).children(True))]
+    for pid in everything:
+        os.kill(pid, signal.SIGSTOP)
+    third, two = told.until_world(2, second)
+    assert two < after, nodes.logs()
+    for pid in everything:
+        os.kill(pid, signal.SIGCONT)
+    _, three = told.until_world(3, third)
+    assert two < three
+
+    assert nodes.codes() == [0, 0, 0], nodes.logs()
+    assert (told.folder / "weights").read_text() == weights
+    assert [r.step for r in history(nodes.url)] == list(range(1, 101))
+    lost = {(pid, step) for pid, _, _, step, updated in told.lines() if pid in two and not updated}
+    assert lost and lost <= {(pid, step) for pid, _, _, step, updated in told.lines() if updated}
+    tiers = [s.tier for s in sorted(nodes.facts(SessionStarted), key=lambda s: s.epoch)]
+    assert tiers[1:3] == ["survivors", "survivors"], tiers
+
+
+@pytest.mark.proof
+def test_a_script_with_process_groups_of_its_own_begins_anew(nodes):
+    told = Trained(nodes, "groups")
+    found = [told.start() for _ in range(2)]
+    first, pids = told.until_world(2)
+    (worker,) = workers_of(found[1])
+    worker.kill()
+    _, after = told.until_world(2, first)
+    assert not pids & after and len(told.begun()) == 4
+    assert nodes.codes() == [0, 0], nodes.logs()
+
+
+# ---- the order -----------------------------------------------------------------------------------
+def test_an_order_reaches_the_process_that_waits(tmp_path):
+    pid, found = os.getpid(), []
+    assert next_world.waiting(tmp_path, pid) is None
+    assert not next_world.order(tmp_path, pid, {"RANK": "1"})
+    thread = threading.Thread(target=lambda: found.append(next_world.wait(tmp_path, RESIZE, 20.0)))
+    thread.start()
+    while (status := next_world.waiting(tmp_path, pid)) is None:
+        time.sleep(0.001)
+    assert status == RESIZE
+    assert next_world.order(tmp_path, pid, {"RANK": "1", "WORLD_SIZE": "2"})
+    thread.join(20)
+    assert found == [{"RANK": "1", "WORLD_SIZE": "2"}]
+    assert not list(tmp_path.iterdir()) and not next_world.order(tmp_path, pid, {})
+
+
+def test_without_an_order_it_waits_no_longer_than_it_may(tmp_path):
+    assert next_world.wait(tmp_path, next_world.LOST, 0.01) is None
+    assert not list(tmp_path.iterdir())
+    assert next_world.wait(tmp_path / "no folder", next_world.LOST, 0.01) is None
+
+
+class Counts(nn.Module):
+    """It has a buffer that changes in forwards."""
+
+    def __init__(self, saved):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("count", torch.zeros(()), persistent=saved)
+
+    def forward(self, x):
+        self.count += 1
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_buffers_that_change_and_are_in_no_snapshot_would_be_forgotten(saved):
+    model = Counts(saved)
+    training = Training(Peers({}), "fast")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training.prepare(model, [optimizer], None, None, {}, (), (), None)
+    assert not training.forgets()
+    model(torch.ones(1, 2))
+    assert training.forgets() is not saved
