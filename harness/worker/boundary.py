@@ -683,6 +683,10 @@ class Boundary:
         atexit.unregister(self._hang_up)  # so that it is registered only once
         atexit.register(self._hang_up)
 
+    def go_on(self) -> None:
+        """Leave nothing for the process' end: it goes on in another world."""
+        atexit.unregister(self._hang_up)
+
     def _hang_up(self) -> None:
         self._run.close()  # writes what the script logged after its last step
         with alone.world.inside():

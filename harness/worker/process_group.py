@@ -276,6 +276,7 @@ class Peers:
         # all ranks, on the device; kept explicitly, so that it works while the world is hidden
         self.everyone: dist.ProcessGroup | None = None
         self._connections: frozenset[str] = frozenset()  # its own; where /proc shows none, unknown
+        self.formed_here = False  # the process group is not the script's
 
     def meet(
         self, environ: dict[str, str], backend: str | None = None, timeout_s: float | None = None
@@ -294,6 +295,7 @@ class Peers:
                     "them to torch.distributed.init_process_group, or call attach before it"
                 )
         elif "WORLD_SIZE" in environ:
+            self.formed_here = True
             store = _store(environ)
             backend = backend or backend_of(self.device, store, self.world)
             if self.rank == 0 and backend == "cpu:gloo,cuda:gloo":

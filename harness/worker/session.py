@@ -16,7 +16,6 @@ one, it is an ordinary single process.
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import math
 import os
@@ -163,7 +162,6 @@ class Session:
         parts = (peers, joined, training, feed, log, rates, rhythm, snapshotter, votes, timer)
         self._same = SameProcess(peers, joined, training, snapshotter, hold, self._keeper, environ)
         self._work = Work(*parts, Shrinking.of(environ), self._same.survives)
-        # with an agent, `conclude` is called at the script's end
         state = boundary.SessionState(by_script=mark is not None, stored=bool(joined.url))
         late = peers.device.type != "cpu" if o.votes_late is None else o.votes_late
         self._hands = Boundary(self._work, hold, resume, state, until, late)
@@ -423,10 +421,10 @@ class Session:
     def _go_on(self, why: RuntimeError | SystemExit) -> None:
         """Begin in the next world, with the objects of this one. Raises `why` if none comes."""
         os.environ.update(environ := self._same.wait(why))
+        self._hands.go_on()
         self._begin(environ)
         self._prepare_again()
         self._same.resumes = why
-        gc.collect()  # the last world's memory
 
     def _train(
         self,
@@ -512,6 +510,8 @@ class Session:
                 self._halves.note()
                 for profile in profiles:
                     profile.after(step.number)
+                if self._same.holds_garbage:
+                    self._same.collect()
 
     def _announce(self, identity: dict[str, Any]) -> None:
         self._setup.announce()

@@ -321,6 +321,8 @@ class Replicated(WholeStage):
         """Let go of the parameters, which something else may train from now on."""
         for hook in self._hooks:
             hook.remove()
+        self._flats, self._wholes = [], []
+        self._views.clear()
 
     def _build(self, bucket_bytes: int) -> None:
         groups = buckets_of(reversed(self.parameters), bucket_bytes)

@@ -19,6 +19,8 @@ longer has the values that it began with.
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,6 +39,7 @@ from harness.worker.run_context import Run
 from harness.worker.snapshotter import Snapshotter, StagingBuffers
 from harness.worker.training_state import Training
 
+REST_S = 2.0  # for the rest of the loop's body, behind an update that was lost
 OURS = 2  # process groups that a session makes in a world of replicas
 SWITCH = "HARNESS_STAY"  # "0": processes end with their world
 
@@ -51,8 +54,8 @@ class WorldOver(Exception):
 
 
 class SameProcess:
-    """Decides whether this process goes on in the next world, and waits for it. `resumes`: the end of
-    the last world, until this one has resumed; None: this is the process' first world."""
+    """Decides whether this process goes on in the next world, and waits for it. `resumes`: the end
+    of the last world, until this one has resumed; None: this is the process' first world."""
 
     def __init__(
         self,
@@ -70,6 +73,10 @@ class SameProcess:
         mark = environ.get("HARNESS_MARK") if environ.get(SWITCH, "1") != "0" else None
         self._node = Path(mark).parent if mark else None
         self.resumes: RuntimeError | SystemExit | None = None
+        self.holds_garbage = False  # of the last world
+        # the others wait, and the state is kept: what the script does behind the loss may not last
+        self._ends = threading.Timer(REST_S, os._exit, (LOST,))
+        self._ends.daemon = True
 
     def check(self, step: int) -> None:
         """Check, once this world has resumed, that it has: a model that was trained before is no
@@ -77,6 +84,13 @@ class SameProcess:
         before, self.resumes = self.resumes, None
         if before is not None and not step:
             raise before
+        self.holds_garbage = before is not None
+
+    def collect(self) -> None:
+        """Free the memory of the last world, after the first step of this one: until then the
+        script holds a step of that."""
+        self.holds_garbage = False
+        gc.collect()
 
     @contextlib.contextmanager
     def possible(self, streams: bool) -> Iterator[None]:
@@ -97,6 +111,7 @@ class SameProcess:
         return (
             self._keeper.goes_on
             and self._keeper.is_possible
+            and self._peers.formed_here
             and not alone.is_hidden()
             and len(c10d._world.pg_map) <= OURS
             and not self._training.forgets()
@@ -109,7 +124,11 @@ class SameProcess:
             return False
         self._snapshotter.abandon()
         self._keeper.keep()
-        return self._snapshotter.saved_step > 0 or self._keeper.has_kept()
+        if not (self._snapshotter.saved_step > 0 or self._keeper.has_kept()):
+            return False
+        write_error(error)  # for the agent, as if it had ended the process
+        self._ends.start()
+        return True
 
     def end(self, why: RuntimeError | SystemExit) -> NoReturn:
         """Raise what has ended the world at a step boundary, as WorldOver if the process goes on
@@ -125,8 +144,7 @@ class SameProcess:
         with. Raises `why`,
         which would have ended this process, if no order comes."""
         assert self._node is not None
-        if isinstance(why, RuntimeError):
-            write_error(why)  # for the agent, as if it had
+        self._ends.cancel()
         self._keeper.close()
         self._peers.disband()
         self._hold.close()
