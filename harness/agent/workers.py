@@ -558,11 +558,11 @@ class Workers:
         no signal ends them."""
         for worker in self.all:
             worker.ended_by_us = worker.at_work
-        self._let_keep(within_s)
+        until_s = time.monotonic() + within_s
+        self._let_keep(within_s / 2)
         ended = [worker for worker in self.all if worker.waits is None]
         for worker in ended:
             worker.process.strike()
-        until_s = time.monotonic() + within_s
         stuck: list[str] = []
         for worker in ended:
             worker.process.kill(max(0.0, until_s - time.monotonic()))

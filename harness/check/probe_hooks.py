@@ -319,13 +319,10 @@ def _attend_boundaries() -> None:
         boundary(self)
 
     @functools.wraps(cast)
-    def voted(self: Any, wants: Any, due: Any, quiet: bool = True) -> None:
-        at, step = probe(), 0
-        if at:
-            # a step votes before its update, for the boundary behind it, and says its number
-            step = due.args[0] if isinstance(due, functools.partial) else at.step
+    def voted(self: Any, wants: Any, step: int, due: Any, quiet: bool = True) -> None:
+        if at := probe():
             at.hold(step)
-        cast(self, wants, due, quiet)
+        cast(self, wants, step, due, quiet)
         if at:
             at.wants(wants, step)
 

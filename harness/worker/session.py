@@ -500,8 +500,7 @@ class Session:
                     raise WorldOver(step.lost)
                 if not step.updated:
                     raise BadInput(
-                        f"step {step.number}: step.update() was not called; it makes the optimizer "
-                        "step"
+                        f"step {step.number}: step.update() was not called; it steps the optimizer"
                     )
                 try:
                     self._hands.boundary()
@@ -559,7 +558,8 @@ class Session:
         self._hands.turn(boundary.Begun())
         self._peers.life.tell(WorkerPhase.REDUCE, step)
         wants = torch.zeros(len(Want) + 1, dtype=torch.int64)
-        self._work.votes.cast(wants[:-1], self._work.snapshotter.due, self._work.snapshotter.quiet)
+        snapshotter = self._work.snapshotter
+        self._work.votes.cast(wants[:-1], step, snapshotter.due, snapshotter.quiet)
         wants[-1] = bool(self._work.votes.enough)
         if self._peers.control is not None:
             dist.all_reduce(wants, group=self._peers.control)

@@ -335,9 +335,8 @@ class Snapshotter:
         """True while a snapshot is being copied, so that the state must not change."""
         return self._flight is not None and not self._flight.finished
 
-    def due(self, step: int | None = None) -> bool:
-        """Return whether a snapshot is due at this step; None: at the one that is done."""
-        step = self._run.step if step is None else step
+    def due(self, step: int) -> bool:
+        """Return whether a snapshot is due behind this step."""
         return bool(self._run.url) and self.quiet and self._rhythm.due(step)
 
     # ---- begin -----------------------------------------------------------------------------------

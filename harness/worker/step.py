@@ -3,7 +3,6 @@ the worker."""
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -230,8 +229,8 @@ class Work:
         made it also holds the step's record."""
         tell = self.peers.rank == 0 and self.log.times.due()
         ints = sums.ints(tell, self.rates.peak_gflops)
-        due = functools.partial(self.snapshotter.due, self.run.step + 1)
-        self.votes.cast(ints[VOTES], due, self.snapshotter.quiet)
+        snapshotter = self.snapshotter
+        self.votes.cast(ints[VOTES], self.run.step + 1, snapshotter.due, snapshotter.quiet)
         ints[ENOUGH] = bool(self.votes.enough)
         if self.votes.know_deadlines:
             ints[STEP_MS] = int(1e3 * self.log.times.host_s)

@@ -67,15 +67,18 @@ class Votes:
     def _signal(self, want: Want) -> None:
         self._signalled = max(self._signalled, want)
 
-    def cast(self, wants: torch.Tensor, due: Callable[[], bool], quiet: bool = True) -> None:
-        """Add this rank's requests: wants[w] > 0 on any rank means that w is wanted. `due`: rank 0
-        calls it to find out whether a snapshot is due. `quiet`: no snapshot is in flight; else one
-        that is asked for would make training wait until that one is committed, for as long as one
-        node's bucket does not answer, so the request waits instead."""
+    def cast(
+        self, wants: torch.Tensor, step: int, due: Callable[[int], bool], quiet: bool = True
+    ) -> None:
+        """Add this rank's requests for the boundary behind `step`: wants[w] > 0 on any rank means
+        that w is wanted. `due`: rank 0 calls it to find out whether a snapshot is due. `quiet`: no
+        snapshot is in flight; else one that is asked for would make training wait until that one is
+        committed, for as long as one node's bucket does not answer, so the request waits
+        instead."""
         for want in (self._reader.read().want, self._signalled):
             if quiet or want is not Want.SNAPSHOT:
                 wants[want] += 1
-        if self._leads and due():
+        if self._leads and due(step):
             wants[Want.SNAPSHOT] += 1
 
     def urgent(self, seconds: float) -> Want:

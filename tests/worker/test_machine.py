@@ -357,10 +357,10 @@ def test_when_a_snapshot_is_due():
 def test_a_snapshot_that_is_asked_for_waits_for_the_one_in_flight():
     votes, wants = Votes(None, leads=False), torch.zeros(len(Want), dtype=torch.int64)
     votes._signal(Want.SNAPSHOT)
-    votes.cast(wants, lambda: False, quiet=False)
+    votes.cast(wants, 1, lambda _: False, quiet=False)
     assert not wants[Want.SNAPSHOT]
-    votes.cast(wants, lambda: False, quiet=True)
+    votes.cast(wants, 1, lambda _: False, quiet=True)
     assert wants[Want.SNAPSHOT] == 1
     votes._signal(Want.DRAIN)  # who must leave does not wait
-    votes.cast(wants, lambda: False, quiet=False)
+    votes.cast(wants, 1, lambda _: False, quiet=False)
     assert wants[Want.DRAIN] == 1
