@@ -7,9 +7,11 @@ Accelerate takes within the last backward, waits until gradients are summed over
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from harness.adapters.deepspeed import Zero, ZeroModel, ZeroOptimizer, check
@@ -21,6 +23,8 @@ from harness.worker.session import Session
 from harness.worker.training_state import Judged
 from storage.tensors.flat_shards import Pieces
 
+# functions of DeepSpeed in which ZeRO-3's ranks compare what they do
+COMPARING = ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0")
 COPIES_USED = ("averaged_gradients", "independent_gradient_partition_epilogue")
 
 
@@ -134,3 +138,110 @@ def _check_copies(engine: Any, copies: int, who: str) -> None:
             f"{who}: {type(zero).__name__} has no {', '.join(missing)}; use deepspeed 0.19, which "
             "this was written for, or let all ranks share one copy of the model"
         )
+
+
+# DeepSpeed in a script that sees the whole world, such as one of Accelerate, and gives it a config
+# for the first world.
+
+
+class RanksOfCopy:
+    """The answers to what DeepSpeed asks an `mpu`: an engine spans the ranks of a copy of the
+    model, and nothing else is parallel."""
+
+    def __init__(self, run: Session):
+        assert run._peers.within is not None
+        self._within = run._peers.within
+        own = [dist.get_rank()]
+        self._alone: dist.ProcessGroup = dist.new_group(own, use_local_synchronization=True)
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._within
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self._within)
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._within.size()
+
+    def get_data_parallel_rank(self) -> int:
+        return self._within.rank()
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._alone
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+
+def within_copies(run: Session, first_ranks: int) -> None:
+    """Let the engines that the script makes from now on, and models that ZeRO-3 cuts as they are
+    made, span the ranks of a copy of the model. `first_ranks`: the ranks of the first world."""
+    import deepspeed.runtime.zero.utils
+
+    ranks, initialize, cut = RanksOfCopy(run), deepspeed.initialize, deepspeed.zero.Init.__init__
+    _compare_within(deepspeed.runtime.zero.utils, ranks, run.device)
+    copy_ranks, writes = run.replica_ranks, run._peers.replica == 0
+
+    @functools.wraps(initialize)
+    def of_copy(*args: Any, config_params: Any = None, **how: Any) -> Any:
+        if isinstance(config_params, dict):
+            config_params = config_of_copy(config_params, first_ranks, copy_ranks)
+        made = initialize(*args, config_params=config_params, **{"mpu": ranks, **how})
+        if not writes:  # the first copy's checkpoint is that of all
+            made[0].checkpoint_engine.save = _nothing
+        return made
+
+    @functools.wraps(cut)
+    def cut_over_copy(self: Any, *args: Any, **how: Any) -> None:
+        if len(args) < 2:  # module, data_parallel_group
+            how = {"data_parallel_group": ranks.get_data_parallel_group(), **how}
+        cut(self, *args, **how)
+
+    deepspeed.initialize, deepspeed.zero.Init.__init__ = of_copy, cut_over_copy
+
+
+def _compare_within(module: Any, ranks: RanksOfCopy, device: torch.device) -> None:
+    """Let ZeRO-3 compare the order of its modules within a copy: others may have no micro-batch
+    then. `module`: deepspeed.runtime.zero.utils."""
+    if missing := [name for name in COMPARING if not hasattr(module, name)]:
+        raise BadInput(
+            f"{module.__name__} has no {', '.join(missing)}; use deepspeed 0.19, which this was "
+            "written for"
+        )
+
+    group, first = ranks.get_data_parallel_group(), ranks.get_data_parallel_group_ranks()[0]
+
+    def of_first(ints: list[int]) -> list[int]:
+        said = torch.tensor(ints, device=device)
+        dist.broadcast(said, first, group)
+        return said.tolist()
+
+    def same_length(ints: list[int]) -> None:
+        if of_first([len(ints)]) != [len(ints)]:
+            raise RuntimeError("the ranks of a copy of the model call different modules of it")
+
+    for name, function in zip(COMPARING, (same_length, of_first), strict=True):
+        setattr(module, name, function)
+
+
+def _nothing(*args: Any, **how: Any) -> None: ...
+
+
+def config_of_copy(config: dict[str, Any], first_ranks: int, copy_ranks: int) -> dict[str, Any]:
+    """Return a DeepSpeed config that was made for `first_ranks` for the engine of a copy of the
+    model. Raises BadInput."""
+    total = config.get("train_batch_size")
+    if not isinstance(total, int):
+        return config
+    rounds = config.get("gradient_accumulation_steps", 1)
+    each = config.get("train_micro_batch_size_per_gpu") or total // (rounds * first_ranks)
+    if total != each * rounds * first_ranks:
+        raise BadInput(
+            f"DeepSpeed's config: wanted train_batch_size={each * rounds * first_ranks} ({each} "
+            f"samples, {rounds} times, on each of {first_ranks} ranks), found {total}; write "
+            '"train_batch_size": "auto"'
+        )
+    return {**config, "train_batch_size": each * rounds * copy_ranks}

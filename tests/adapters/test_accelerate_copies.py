@@ -1,6 +1,9 @@
-"""Copies of a model that Accelerate shards by FSDP2 over two ranks each: an unchanged script on any
-number of them, killed and resumed, trains as Accelerate does on the world it was written for."""
+"""Copies of a model that Accelerate shards by FSDP2 or DeepSpeed over two ranks each: an unchanged
+script on any number of them, killed and resumed, trains as Accelerate does on the world it was
+written for."""
 
+import importlib.util
+import os
 import types
 from pathlib import Path
 
@@ -12,11 +15,12 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from harness.adapters.accelerate.sharding import check, variables_of
+from harness.adapters.deepspeed_copies import config_of_copy
 from harness.core.world import BadInput
 from harness.look.audit.audit import audit
 from storage.stores.store_urls import open_store
 from support.trainer_script import SHARDED
-from support.worlds import Nursery, history
+from support.worlds import history
 
 SCRIPT = Path(__file__).parent / "scripts" / "accelerate_loop.py"
 CONFIG = """\
@@ -30,33 +34,40 @@ mixed_precision: 'no'
 num_machines: 1
 num_processes: 8
 """
+ZERO = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config:
+  gradient_accumulation_steps: 2
+  zero_stage: 3
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 8
+"""
+PRELOAD = "accelerate,deepspeed" if importlib.util.find_spec("deepspeed") else "accelerate"
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-@pytest.fixture(scope="module")
-def nursery():
-    return Nursery()
-
-
-def alone(nursery, out, world, *flags):
+def alone(warm, out, world, *flags):
     """Accelerate itself, on so many processes."""
     env = {"HARNESS_ADAPT": "none", "ACCELERATE_USE_CPU": "true"}
-    nursery.train(out / "run", world, SCRIPT, "--out", out, *flags, script=SHARDED, env=env)
+    warm.train(out / "run", world, SCRIPT, "--out", out, *flags, script=SHARDED, env=env)
     return out
 
 
 @pytest.fixture(scope="module")
-def plain(nursery, tmp_path_factory):
-    return alone(nursery, tmp_path_factory.mktemp("plain"), 2, "--fsdp", 2, "--save-each-epoch")
+def plain(warm, tmp_path_factory):
+    return alone(warm, tmp_path_factory.mktemp("plain"), 2, "--fsdp", 2, "--save-each-epoch")
 
 
-def go(nursery, out, world, *flags, first=2, die_at="", codes=(0,), **env):
+def go(warm, out, world, *flags, first=2, die_at="", codes=(0,), **env):
     """Under the harness, on copies of two ranks. `first`: ranks of the first world; `die_at`: "in
     step N:after the snapshot of step S"."""
     said = {"HARNESS_ADAPT": "auto", "HARNESS_SCRIPT_WORLD": first, "HARNESS_MESH": "dp_shard=2"}
     said |= {"HARNESS_ATTACH": '{"seed": 1, "snapshot_every_steps": 3}', "DIE_AT": die_at} | env
     codes = (-9, 1) if die_at else codes
     words = (out / "run", world, "--out", out, *flags)
-    return nursery.train(*words, script=SCRIPT, env=said, codes=codes)
+    return warm.train(*words, script=SCRIPT, env=said, codes=codes)
 
 
 def events(out):
@@ -75,18 +86,18 @@ def proven(out, steps):
     assert len(history(out / "run")) == steps
 
 
-def test_one_copy_does_what_torchrun_does(nursery, plain, tmp_path):
+def test_one_copy_does_what_torchrun_does(warm, plain, tmp_path):
     config = tmp_path / "fsdp.yaml"
     config.write_text(CONFIG)
-    go(nursery, tmp_path, 2, "--save-each-epoch", ACCELERATE_CONFIG_FILE=config)
+    go(warm, tmp_path, 2, "--save-each-epoch", ACCELERATE_CONFIG_FILE=config)
     assert events(tmp_path) == events(plain) and apart(tmp_path, plain) == 0.0
     proven(tmp_path, 18)
 
 
-def test_killed_on_two_copies_it_goes_on_on_one(nursery, plain, tmp_path):
+def test_killed_on_two_copies_it_goes_on_on_one(warm, plain, tmp_path):
     flags = ("--fsdp", 2, "--save-each-epoch")
-    go(nursery, tmp_path, 4, *flags, die_at="8:6")
-    assert "goes through 6 steps" in go(nursery, tmp_path, 2, *flags).output
+    go(warm, tmp_path, 4, *flags, die_at="8:6")
+    assert "goes through 6 steps" in go(warm, tmp_path, 2, *flags).output
     assert set(events(tmp_path)) == set(events(plain)) and apart(tmp_path, plain) < 1e-6
     for epoch in (0, 2):  # of two copies, and of one: each part once
         parts = [
@@ -98,14 +109,47 @@ def test_killed_on_two_copies_it_goes_on_on_one(nursery, plain, tmp_path):
 
 
 @pytest.mark.proof
-def test_copies_with_nothing_to_do_and_with_twice_as_much(nursery, tmp_path):
+def test_copies_with_nothing_to_do_and_with_twice_as_much(warm, tmp_path):
     flags = ("--fsdp", 2, "--epochs", 1, "--own-hands")
     outs = [tmp_path / name for name in ("plain", "three", "one")]
     for out in outs:
         out.mkdir()
-    alone(nursery, outs[0], 4, *flags)
+    alone(warm, outs[0], 4, *flags)
     for out, world in zip(outs[1:], (6, 2), strict=True):
-        go(nursery, out, world, *flags, first=4)
+        go(warm, out, world, *flags, first=4)
+        assert events(out) == events(outs[0]) and apart(out, outs[0]) < 1e-6
+        proven(out, 3)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_killed_on_one_copy_and_on_two(warm, tmp_path, stage):
+    pytest.importorskip("deepspeed")
+    plain, calm, rough = (tmp_path / name for name in ("plain", "calm", "rough"))
+    for out in (plain, calm, rough):
+        out.mkdir()
+    flags = ("--zero", stage, "--epochs", 2, "--save-each-epoch")
+    alone(warm, plain, 2, *flags)
+    go(warm, calm, 2, *flags)
+    assert events(calm) == events(plain) and apart(calm, plain) == 0.0
+    for world, die_at in ((2, "5:3"), (4, "8:6"), (2, "")):
+        go(warm, rough, world, *flags, die_at=die_at)
+        (rough / "died").unlink(missing_ok=True)
+    assert set(events(rough)) == set(events(plain)) and apart(rough, plain) < 1e-6
+    proven(calm, 12)
+    proven(rough, 12)
+
+
+@pytest.mark.proof
+def test_deepspeed_with_nothing_to_do_and_with_twice_as_much(warm, tmp_path):
+    pytest.importorskip("deepspeed")
+    flags = ("--zero", 3, "--epochs", 1)
+    outs = [tmp_path / name for name in ("plain", "six", "one")]
+    for out in outs:
+        out.mkdir()
+    alone(warm, outs[0], 4, *flags)
+    for out, world, mesh in zip(outs[1:], (6, 4), (2, 4), strict=True):
+        go(warm, out, world, *flags, first=4, HARNESS_MESH=f"dp_shard={mesh}")
         assert events(out) == events(outs[0]) and apart(out, outs[0]) < 1e-6
         proven(out, 3)
 
@@ -116,7 +160,8 @@ def test_copies_with_nothing_to_do_and_with_twice_as_much(nursery, tmp_path):
         ("FSDP", False, None, 2, "fsdp_version=2"),
         ("FSDP", True, None, 1, "--mesh dp_shard=8"),
         ("MULTI_CPU", False, None, 2, "leave out --mesh"),
-        ("DEEPSPEED", False, None, 1, "FullyShardedDataParallelPlugin"),
+        ("DEEPSPEED", False, None, 1, "--mesh dp_shard=8"),
+        ("MEGATRON_LM", False, None, 2, "FullyShardedDataParallelPlugin"),
         ("FSDP", True, object(), 2, "parallelism_config"),
     ],
 )
@@ -136,3 +181,20 @@ def test_a_config_file_of_version_1_says_so(tmp_path):
     said = variables_of(str(config))
     assert (said["ACCELERATE_USE_FSDP"], said["FSDP_VERSION"]) == ("true", "1")
     assert not [name for name in said if name in ("WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS")]
+
+
+def test_a_config_file_of_deepspeed_says_so(tmp_path):
+    config = tmp_path / "zero.yaml"
+    config.write_text(ZERO)
+    said = variables_of(str(config))
+    assert said["ACCELERATE_USE_DEEPSPEED"] == "true"
+    assert said["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+
+
+@pytest.mark.parametrize("total", ["auto", None, 32])
+def test_a_batch_of_deepspeed_is_that_of_the_first_world(total):
+    sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    of_copy = config_of_copy({"train_batch_size": total, **sizes}, first_ranks=4, copy_ranks=2)
+    assert of_copy == {"train_batch_size": 16 if total == 32 else total, **sizes}
+    with pytest.raises(BadInput, match="train_batch_size=32"):
+        config_of_copy({"train_batch_size": 24, **sizes}, first_ranks=4, copy_ranks=2)

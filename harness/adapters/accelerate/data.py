@@ -4,6 +4,7 @@ objects of the script are state. Runs in the worker."""
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from harness.adapters.accelerate.rounds import Window, batched, every_batch, length, rounds_of
+from harness.adapters.deepspeed_copies import EngineOfCopy
 from harness.adapters.unused_parameters import UnusedParameters
 from harness.adapters.whole_copies import own_parts, whole_shares
 from harness.core.world import BadInput
@@ -23,6 +25,7 @@ from harness.loops.shared_batches import Share, SharedLoader
 from harness.worker.batches import rng_state
 from harness.worker.batches.content_hash import content_hash
 from harness.worker.batches.loader import fingerprint
+from harness.worker.session import Session
 
 ACCUMULATION = "HARNESS_ACCUMULATION"  # iterations of the script per optimizer step
 
@@ -137,12 +140,13 @@ PREPARED = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_ob
 
 class PreparedThings:
     """The objects that the script's accelerators prepared for one of its trainings. `unused`: the
-    models' unused parameters."""
+    models' unused parameters; `engine`: DeepSpeed's, if it trains the model."""
 
     def __init__(self, before: PreparedThings | None = None) -> None:
         """`before`: those of the training before, which the accelerators still have."""
         self.accelerators: list[Any] = before.accelerators if before else []
         self.unused: UnusedParameters | None = None
+        self.engine: EngineOfCopy | None = None
         self.used: weakref.WeakSet[Any] = weakref.WeakSet()  # once this training has begun
         self._spent = weakref.WeakSet(before.used if before else ())
 
@@ -157,6 +161,23 @@ class PreparedThings:
     def all(self, name: str) -> list[Any]:
         """Return the items of the list attribute `name`, over all accelerators."""
         return [one for one in self._every(name) if one not in self._spent]
+
+    def take_engine(self, run: Session, models: list[Any]) -> EngineOfCopy | None:
+        """Take over DeepSpeed's engine, if it trains the models. Raises BadInput."""
+        known = [(one, zero_engine(one)) for one in self.accelerators]
+        found = [(one, engine) for one, engine in known if engine is not None]
+        if not found:
+            return None
+        accelerator, engine = found[-1]
+        if len(models) != 1 or models[0] is not engine:
+            raise BadInput(
+                f"wanted one model that DeepSpeed trains, found {len(models)}; make an Accelerator "
+                "for each training, and prepare one model with it"
+            )
+        self.engine = EngineOfCopy(run, engine, "accelerate")
+        wrapper = accelerator.deepspeed_engine_wrapped
+        wrapper.backward = functools.partial(self.engine.backward, wrapper.backward)
+        return self.engine
 
     def trains(self, loader: Any, feed: TrainingFeed | None) -> bool:
         """Return whether `loader` is the training loader: the first prepared one that shuffles, or
@@ -198,7 +219,8 @@ def make_feed(
     if said and not (said.isdecimal() and int(said)):
         raise BadInput(f"{ACCUMULATION}={said!r}: wanted a number of iterations, at least 1")
     accumulation = int(said) if said else int(accelerator.gradient_accumulation_steps)
-    known = bool(said) or accumulation > 1 or begun > 0
+    # DeepSpeed steps by itself in each backward that Accelerate's own count says to be the last
+    known = bool(said) or accumulation > 1 or begun > 0 or zero_engine(accelerator) is not None
     parts = reading.count
     if parts > 1:
         _check_even(family(loader), accelerator, ranks, parts)
@@ -216,6 +238,11 @@ def make_feed(
     return TrainingFeed(
         loader, shared, whole, accumulation, most, size * parts, varies, known, reading
     )
+
+
+def zero_engine(accelerator: Any) -> Any:
+    """Return the DeepSpeed engine that trains the Accelerator's model, or None."""
+    return getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
 
 
 def _check_even(loader: Any, accelerator: Any, ranks: int, parts: int) -> None:

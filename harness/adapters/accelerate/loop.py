@@ -69,6 +69,8 @@ WRITERS = (
     ("diffusers.models.modeling_utils", "ModelMixin", "save_pretrained"),
     ("diffusers.pipelines.pipeline_utils", "DiffusionPipeline", "save_pretrained"),
     ("peft.peft_model", "PeftModel", "save_pretrained"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine", "save_checkpoint"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine", "save_16bit_model"),
     ("huggingface_hub.hf_api", "HfApi", "upload_folder"),
     ("huggingface_hub.hf_api", "HfApi", "upload_file"),
     ("huggingface_hub", "", "upload_folder"),
@@ -299,17 +301,9 @@ class Driver:
         self._decisions.begin(frame)
         own = {"batches": feed.shared, "epochs": feed.lengths, "script": self._variables}
         own["decisions"] = self._decisions
-        model = models[0] if len(models) == 1 else nn.ModuleList(models)
-        self.run.prepare(
-            model,
-            raw,
-            feeds.Schedules(schedulers) if schedulers else None,
-            self.prepared.accelerators[0].scaler,
-            state={**{f"custom{i}": one for i, one in enumerate(custom)}, **own},
-            per_rank=["script"],
-            strategy=copies_of(self.run, model),
-        )
-        self.prepared.unused, self.feed = UnusedParameters(self.run, model), feed
+        state = {**{f"custom{i}": one for i, one in enumerate(custom)}, **own}
+        self._prepare(models, raw, feeds.Schedules(schedulers) if schedulers else None, state)
+        self.feed = feed
         if feed.known or self.run.reduce != "fast":
             self._join(feed)
         else:
@@ -317,6 +311,33 @@ class Driver:
         if self.run.step:
             self._go_through([*schedulers, *custom], raw, custom, frame)
         return feed
+
+    def _prepare(
+        self, models: list[Any], optimizers: list[Any], schedules: Any, state: dict[str, Any]
+    ) -> None:
+        """Give the session what the script trains."""
+        run, prepared = self.run, self.prepared
+        if engine := prepared.take_engine(run, models):
+            run.prepare(
+                engine.model,
+                engine.optimizer,  # type: ignore[arg-type] # all that is used of one
+                engine.scheduler(schedules),
+                state=state,
+                per_rank=["script"],
+                strategy=engine.strategy,
+            )
+            return
+        model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        run.prepare(
+            model,
+            optimizers,
+            schedules,
+            prepared.accelerators[0].scaler,
+            state=state,
+            per_rank=["script"],
+            strategy=copies_of(run, model),
+        )
+        prepared.unused = UnusedParameters(run, model)
 
     def _prepared_or_registered(self) -> list[Any]:
         """Return the script's objects whose state the run has, or that have none."""
@@ -560,7 +581,9 @@ class Driver:
         self._tape.end()
         if self._replay is not None or body.idle:
             return
-        assert now is not None and self.feed is not None
+        if now is None:
+            raise BadInput(ONE_LOSS)
+        assert self.feed is not None
         body.backwards += 1
         now.backwards = max(now.backwards, body.backwards)
         if body.backwards > 1 and (len(body.shares) > 1 or (self._one_loss and now.together)):
@@ -571,6 +594,12 @@ class Driver:
             self._begin_micro(now, share)
             self._back(body, now, self._tape.again(self.feed.place(share.data), loss), go)
         self._tape.clear()
+
+    def engine_steps(self) -> None:
+        """Let DeepSpeed's engine step, as Accelerate does behind the last backward of a step."""
+        engine = self.prepared.engine
+        assert engine is not None
+        self.optimize(self.prepared.all("_optimizers")[0], engine.optimizer.step)
 
     def _outside(self) -> str:
         """Return the message for a backward that is not in the training loader's loop."""

@@ -23,13 +23,15 @@ from torch.utils.data import RandomSampler
 
 from harness.adapters import framework_claim
 from harness.adapters.accelerate import sharding
-from harness.adapters.accelerate.data import family
+from harness.adapters.accelerate.data import family, zero_engine
 from harness.adapters.accelerate.loop import Driver, Swallow
 from harness.adapters.accelerate.rounds import whole_batches
+from harness.adapters.deepspeed_copies import within_copies
 from harness.core.world import BadInput
 
 # parameters that each function must have, without `self`
 KNOWN = {
+    "Accelerator._prepare_deepspeed": ("args",),
     "Accelerator._prepare_fsdp2": ("args",),
     "Accelerator.no_sync": ("model",),
     "Accelerator.prepare_model": ("model", "device_placement", "evaluation_mode"),
@@ -152,6 +154,8 @@ def _init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
             f"wanted Accelerate to see {drives.run.world} ranks, found {self.state.num_processes}; "
             "let no accelerate config or variable (ACCELERATE_*) say how many there are"
         )
+    if self.distributed_type.name == "DEEPSPEED" and not drives.prepared.accelerators:
+        within_copies(drives.run, drives.ranks)
     drives.prepared.accelerators.append(self)
 
 
@@ -195,10 +199,18 @@ def _prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:
     return prepared
 
 
+def _prepare_deepspeed(original: Any, self: Any, *args: Any) -> Any:
+    prepared = original(self, *args)
+    if driver() is not None and (engine := zero_engine(self)) is not None:
+        _watch_forward(engine)
+    return prepared
+
+
 def _no_sync(original: Any, self: Any, model: Any) -> Any:
-    """Leave alone in which backward FSDP2 reduces: in that of a copy's last micro-batch."""
+    """Leave alone in which backward FSDP2 or DeepSpeed reduces: in that of a copy's last
+    micro-batch."""
     drives = driver()
-    if drives is None or not self.is_fsdp2:
+    if drives is None or not (self.is_fsdp2 or zero_engine(self) is not None):
         return original(self, model)
     return contextlib.nullcontext()
 
@@ -259,12 +271,16 @@ def _backward(original: Any, self: Any, loss: Any, **kwargs: Any) -> None:
     drives = driver()
     if drives is None:
         original(self, loss, **kwargs)
-    else:
-        drives.backward(loss, lambda scaled: original(self, scaled, **kwargs))
+        return
+    drives.backward(loss, lambda scaled: original(self, scaled, **kwargs))
+    if drives.prepared.engine is not None and self.sync_gradients:
+        drives.engine_steps()
 
 
 def _clip(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     drives = driver()
+    if drives is not None and drives.prepared.engine is not None:  # it has stepped in backward
+        return 0.0 if drives.replaying else original(self, *args, **kwargs)
     if drives is None or not drives.training or drives.sync():
         return original(self, *args, **kwargs)
     # the gradients are not complete yet, so there is nothing to clip
@@ -361,6 +377,7 @@ def _destroy(original: Any, self: Any, group: Any = None) -> None:
 _ACCELERATOR: dict[str, Callable[..., Any]] = {
     "__init__": _init,
     "prepare": _prepare,
+    "_prepare_deepspeed": _prepare_deepspeed,
     "_prepare_fsdp2": _prepare_fsdp2,
     "no_sync": _no_sync,
     "prepare_model": _prepare_model,

@@ -1,4 +1,5 @@
-"""Models that Accelerate shards by FSDP2 over the ranks of each copy. Runs in the worker."""
+"""Models that Accelerate shards by FSDP2 or DeepSpeed over the ranks of each copy. Runs in the
+worker."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from harness.worker.session import Session
 
 # what the variables of Accelerate's settings begin with
 SAID = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
-UNABLE = ("DEEPSPEED", "MEGATRON_LM", "XLA")
+SHARDING, UNABLE = ("FSDP", "DEEPSPEED"), ("MEGATRON_LM", "XLA")
 
 
 def check(accelerator: Any, run: Session) -> None:
@@ -27,8 +28,8 @@ def check(accelerator: Any, run: Session) -> None:
         )
     if kind in UNABLE:
         raise BadInput(
-            f"wanted an Accelerator that shards by FSDP2 or not at all, found {kind}, which keeps "
-            "its parts of the model in a form of its own; use "
+            f"wanted an Accelerator that shards by FSDP2 or DeepSpeed or not at all, found {kind}, "
+            "which keeps its parts of the model in a form of its own; use "
             "FullyShardedDataParallelPlugin(fsdp_version=2)"
         )
     if kind == "FSDP" and not accelerator.is_fsdp2:
@@ -37,16 +38,16 @@ def check(accelerator: Any, run: Session) -> None:
             "FullyShardedDataParallelPlugin(fsdp_version=2), FSDP_VERSION=2, or fsdp_version: 2 in "
             "the config file"
         )
-    if kind == "FSDP" and copy_ranks == 1:
+    if kind in SHARDING and copy_ranks == 1:
         raise BadInput(
-            "FSDP shards the model over several ranks, and here each rank is a copy of the model; "
-            "say how many ranks share one: `harness run --mesh dp_shard=8`"
+            f"{kind} shards the model over several ranks, and here each rank is a copy of the "
+            "model; say how many ranks share one: `harness run --mesh dp_shard=8`"
         )
-    if kind != "FSDP" and copy_ranks > 1:
+    if kind not in SHARDING and copy_ranks > 1:
         raise BadInput(
             f"{copy_ranks} ranks shall share a copy of the model, but the Accelerator splits none; "
-            "give it fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or leave out "
-            "--mesh"
+            "give it fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) or a "
+            "deepspeed_plugin, or leave out --mesh"
         )
 
 
@@ -57,9 +58,13 @@ def variables_of(config: str) -> dict[str, str]:
 
     try:
         args = launch.launch_command_parser().parse_args(["--config_file", config, "script"])
-        args, *_ = launch._validate_launch_command(args)
+        args, found, _ = launch._validate_launch_command(args)
         args.main_process_port = 0  # none is asked for
-        made = launch.prepare_multi_gpu_env(args)
+        if args.use_deepspeed:
+            args.deepspeed_fields_from_accelerate_config = ",".join(found.deepspeed_config)
+            _, made = launch.prepare_deepspeed_cmd_env(args)
+        else:
+            made = launch.prepare_multi_gpu_env(args)
     except (OSError, ValueError, SystemExit) as e:
         raise BadInput(f"ACCELERATE_CONFIG_FILE={config}: {e}") from e
     return {name: value for name, value in made.items() if name.startswith(SAID)}

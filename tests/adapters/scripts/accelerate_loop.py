@@ -8,7 +8,7 @@ import time
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,6 +26,7 @@ p.add_argument("--batch-norm", action="store_true")
 p.add_argument("--own-order", action="store_true", help="the training loader has a generator")
 p.add_argument("--own-hands", action="store_true", help="accumulates without accumulate()")
 p.add_argument("--fsdp", type=int, default=0, help="of this version")
+p.add_argument("--zero", type=int, default=None, help="DeepSpeed's ZeRO of this stage")
 a = p.parse_args()
 
 
@@ -71,6 +72,17 @@ def data(samples, seed):
     return TensorDataset(x, (x.sum(1) > 0).long())
 
 
+def ds_config():
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    optimization = {
+        "stage": a.zero,
+        "stage3_param_persistence_threshold": 100,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    said = dict.fromkeys(sizes, "auto")
+    return {**said, "gradient_clipping": 1.0, "zero_optimization": optimization}
+
+
 def write(*words):
     with open(os.path.join(a.out, "events"), "a") as f:
         f.write(" ".join(map(str, words)) + "\n")
@@ -78,12 +90,16 @@ def write(*words):
 
 def main():
     steps = 1 if a.own_hands else a.accumulation
-    plugin = None
+    plugin = zero = None
     if a.fsdp:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=a.fsdp, auto_wrap_policy="size_based_wrap", min_num_params=100
         )
-    accelerator = Accelerator(gradient_accumulation_steps=steps, fsdp_plugin=plugin)
+    if a.zero is not None:
+        zero = DeepSpeedPlugin(hf_ds_config=ds_config())
+    accelerator = Accelerator(
+        gradient_accumulation_steps=steps, fsdp_plugin=plugin, deepspeed_plugin=zero
+    )
     set_seed(5)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
