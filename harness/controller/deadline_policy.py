@@ -19,7 +19,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from harness.controller.fleet_moves import fleet, offers_at_home
@@ -188,7 +189,7 @@ class NodeCase:
         if rented and bought:
             return self._both(rented[0], bought[0])
         if len(self.nodes) > 1:
-            return Terminate(self.nodes[-1].attempt, "one node is enough", GRACE_S)
+            return self._many()
         if rented:
             return self._on_spot(rented[0])
         if bought:
@@ -203,23 +204,37 @@ class NodeCase:
             return Terminate(rented.attempt, "on demand keeps the deadline", GRACE_S)
         return Wait(LOOK_AGAIN_S, "one node is begun beside the other")
 
+    def _many(self) -> Decision:
+        """Decide with several nodes of a kind: the newest is one too many, unless it is about to
+        stand in for another."""
+        newest, late = self.nodes[-1], self.hours.spare < 0 and bool(self.dear)
+        if newest.attempt in self.view.standing_in and not late:
+            return Wait(LOOK_AGAIN_S, "one node is begun beside the other")
+        why = "the last call comes before a move" if late else "one node is enough"
+        return Terminate(newest.attempt, why, GRACE_S)
+
     def _idle(self) -> Decision:
         hours, dear, rooms = self.hours, open_offers(self.view, self.dear), self._rooms
         if hours.spare < 0 and (dear or rooms):
             return self._ask((dear or rooms)[0], "the last call: on demand, to be in time")
         if not self.dear:
             return fill(self.view, rooms, "spot has capacity, and on demand is not offered")
-        after, state = self.outlook(), self._state(rooms)
+        best, rent = self._least(lambda each: each.rent(hours.work, hours.useful))
+        after, state = self._before(best), self._state(rooms, self.spot)
         wait = after.wait(state, hours.work, hours.useful, hours.look)
         buy = after.buy(state, hours.work, hours.useful)
+        if (home := self._settled(self._home)) is not None:
+            here, there = home
+            wait = min(wait, here.wait(there, hours.work, hours.useful, hours.look))
+            buy = min(buy, here.buy(there, hours.work, hours.useful))
         # a wait must save something: what the table tells apart less exactly counts as equal
         least = min(wait, buy) + after.terms.price * hours.look
-        if rooms and self._may_lose() and after.rent(hours.work, hours.useful) <= least:
-            if self._patient(rooms[0], after):
+        if best is not None and self._may_lose() and rent <= least:
+            if self._patient(best, after):
                 why = "the place of the snapshot may have spot again before a move pays"
                 return Wait(until_next(self.view), why)
             why = "spot is the least that the rest can cost"
-            return self._wait_for_price() or self._ask(rooms[0], why)
+            return self._wait_for_price() or self._ask(best, why)
         if buy < wait and dear:
             return self._ask(dear[0], "no spot, and waiting for it would cost more than on demand")
         return self._wait_for_spot(after, (buy - wait) * self.dear[0].usd_per_h)
@@ -228,7 +243,7 @@ class NodeCase:
         """Return whether to wait for spot at home rather than to move to `offer`: until the time
         waited has cost as much as the move, which then costs at most twice what was necessary; and
         not at all if the wait that is expected costs more. Less time for the rest has its price."""
-        home, now_s = self._home(), self.view.now_s
+        home, now_s = self._home, self.view.now_s
         if not home or offer.place in ("", home):
             return False
         move_usd = self.view.known.moved_usd(home, offer.place)
@@ -270,7 +285,7 @@ class NodeCase:
 
     def _wait_for_spot(self, after: Outlook, saving_usd: float) -> Wait:
         """Return a wait until a place has capacity again, for as long as that takes on average."""
-        now_s, seen = self.view.now_s, [s for s in self._seen() if s is not None]
+        now_s, seen = self.view.now_s, [s for s in self._seen(self.spot) if s is not None]
         shut_h = (now_s - shut_since(seen, now_s)) / 3600
         back_s = now_s + 3600 * dynamic_program.residual_h(after.terms.rates.open_per_h, shut_h)
         why = "spot will be back in time: waiting costs less"
@@ -282,14 +297,21 @@ class NodeCase:
             return Wait(until_next(self.view), "on demand keeps the deadline")
         work = hours.work
         time = hours.useful - max(0.0, hours.begin - (self.view.now_s - bought.asked_s) / 3600)
-        after, state = self.outlook(), self._state(rooms)
+        best, change = self._least(lambda each: each.change(work, time))
+        after, state = self._before(best), self._state(rooms, self.spot)
         stay = after.stay(state, work, time, hours.look)
         drop = after.wait(state, work, hours.useful, hours.look)
-        if rooms and min(drop, after.change(work, time)) < stay:
+        change = min(drop, change)
+        if (home := self._settled(bought.offer.place)) is not None:
+            here, there = home
+            stay = min(stay, here.stay(there, work, time, hours.look))
+            drop = min(drop, here.wait(there, work, hours.useful, hours.look))
+        if best is not None and change < stay:
             if self._may_lose() and self._wait_for_price():
                 return Terminate(bought.attempt, CHEAPER_LATER, GRACE_S)
-            return self._ask(rooms[0], "spot costs less than on demand from now on", bought)
-        if not rooms and drop < stay - WORTH_IT * hours.begin and hours.spare >= hours.begin:
+            return self._ask(best, "spot costs less than on demand from now on", bought)
+        gone = drop < stay - WORTH_IT * hours.begin and hours.spare >= hours.begin
+        if gone and (home or not rooms):
             why = "spot will be back in time: waiting costs less"
             return Terminate(bought.attempt, why, GRACE_S)
         return Wait(until_next(self.view), "on demand keeps the deadline")
@@ -354,37 +376,80 @@ class NodeCase:
         seen = self.view.known.capacity.get(offer.name) if offer.spot else None
         return self.view.known.snapshots(seen, 1)
 
-    def _seen(self) -> list[CapacitySeen | None]:
-        return [self.view.known.capacity.get(offer.name) for offer in self.spot]
+    def _seen(self, spot: Sequence[Offer]) -> list[CapacitySeen | None]:
+        return [self.view.known.capacity.get(offer.name) for offer in spot]
 
-    def _state(self, rooms: Sequence[Offer]) -> int:
-        """Return the market's state: `OPEN` if a place may have capacity, else the class of the
-        time since the last one closed."""
+    def _state(self, rooms: Sequence[Offer], spot: Sequence[Offer]) -> int:
+        """Return the state of a market of these offers: `OPEN` if a place may have capacity
+        (`rooms`), else the class of the time since the last one closed."""
         if rooms:
             return OPEN
-        seen = [s for s in self._seen() if s is not None]
+        seen = [s for s in self._seen(spot) if s is not None]
         shut_h = (self.view.now_s - shut_since(seen, self.view.now_s)) / 3600
         return 1 + class_of(shut_h)
 
+    @functools.cached_property
     def outlook(self) -> Outlook:
-        """Return the expected cost of the rest, at the observed rates and today's spot price."""
-        cell_h, work_cells = grid(self.view, self.hours.work, self.hours.time, CELLS, WORK_CELLS)
-        share = max(self._lowest / usd_per_work(self.dear[0]), 0.01)
-        price = rounded(share, PRICE_RATIO)
-        return dynamic_program.outlook(
-            Terms(self._rates(), price, self.hours.begin, cell_h, CELLS + 1, work_cells)
-        )
+        """The expected cost of the rest, at the observed rates and today's spot price, if the run
+        goes wherever there is spot."""
+        return self._outlook(self.spot, self._lowest, self._later_move)
 
-    def _rates(self) -> SpellRates:
+    def _outlook(self, spot: Sequence[Offer], usd: float, move: float) -> Outlook:
+        cell_h, work_cells = grid(self.view, self.hours.work, self.hours.time, CELLS, WORK_CELLS)
+        price = rounded(max(usd / usd_per_work(self.dear[0]), 0.01), PRICE_RATIO)
+        terms = Terms(self._rates(spot), price, self.hours.begin, cell_h, CELLS + 1, work_cells)
+        return dynamic_program.outlook(dataclasses.replace(terms, move=move))
+
+    def _rates(self, spot: Sequence[Offer]) -> SpellRates:
         held = next(
             (
                 i
-                for i, offer in enumerate(self.spot)
+                for i, offer in enumerate(spot)
                 if any(n.offer.name == offer.name for n in self.nodes)
             ),
             -1,
         )
-        return spell_rates(self._seen(), self.view.now_s, held)
+        return spell_rates(self._seen(spot), self.view.now_s, held)
+
+    @functools.cached_property
+    def _later_move(self) -> float:
+        """The mean cost of the move that a later begin on spot needs, in hours of on demand."""
+        home = self._home or (self.spot[0].place if self.spot else "")
+        usd = [self.view.known.moved_usd(home, o.place) for o in self.spot if o.place != home]
+        mean = sum(usd) / len(self.spot) / self.dear[0].usd_per_h if usd and home else 0.0
+        return rounded(mean, PRICE_RATIO) if mean > 0 else 0.0
+
+    def _before(self, best: Offer | None) -> Outlook:
+        """Return the expected cost of the rest before the next begin on spot. If spot has room in
+        another place (`best`), that begin needs the move there now as later."""
+        move = self._move_usd(best) / self.dear[0].usd_per_h if best is not None else 0.0
+        if not move or not self._later_move:
+            return self.outlook
+        return self._outlook(self.spot, self._lowest, rounded(move, PRICE_RATIO))
+
+    def _settled(self, place: str) -> tuple[Outlook, int] | None:
+        """Return the expected cost of the rest if the run stays in `place`, and the state of its
+        spot; None where that is no alternative: moves cost nothing, or there is no spot."""
+        spot = [offer for offer in self.spot if offer.place == place] if self._later_move else ()
+        if not spot:
+            return None
+        usd = min(map(self._prices.now, spot))
+        return self._outlook(spot, usd, 0.0), self._state(open_offers(self.view, spot), spot)
+
+    def _least(self, cost: Callable[[Outlook], float]) -> tuple[Offer | None, float]:
+        """Return the spot offer with room that makes the rest cost least, and how much: its move,
+        and then the lesser `cost` of a run that goes on from place to place, and of one that stays
+        there."""
+        rooms, home = self._rooms, self._home
+        if not rooms or not self._later_move:
+            return (rooms[0], cost(self.outlook)) if rooms else (None, math.inf)
+        found = []
+        for offer in dict.fromkeys([rooms[0], *(o for o in rooms if o.place == home)][:2]):
+            settled = self._settled(offer.place)
+            rest = min(cost(self.outlook), cost(settled[0]) if settled else math.inf)
+            found.append((self._move_usd(offer) / self.dear[0].usd_per_h + rest, offer))
+        usd, best = min(found, key=lambda each: each[0])
+        return best, usd
 
     # ---- prices ----------------------------------------------------------------------------------
     @functools.cached_property
@@ -399,7 +464,7 @@ class NodeCase:
         share = as_share(swing, dear)
         seen = self.view.known.capacity.get(self._among[0].name)
         open_h = seen.age_s(self.view.now_s) / 3600 if seen and seen.open else 0.0
-        rates = dataclasses.replace(self._rates(), open_class=class_of(open_h))
+        rates = dataclasses.replace(self._rates(self.spot), open_class=class_of(open_h))
         found = dynamic_program.outlook(
             Terms(
                 rates,
@@ -448,8 +513,10 @@ class NodeCase:
 
     def _move_usd(self, offer: Offer) -> float:
         """Return USD for the snapshot to go to that offer's place."""
-        home = self._home()
-        return 0.0 if offer.place in ("", home) else self.view.known.moved_usd(home, offer.place)
+        home = self._home
+        if not home or offer.place in ("", home):
+            return 0.0
+        return self.view.known.moved_usd(home, offer.place)
 
     def _loss_usd(self, offer: Offer) -> float:
         """Return USD for a loss there: a begin in another place, and the work to be redone."""
@@ -467,17 +534,18 @@ class NodeCase:
     def _pool(self) -> Ends:
         """The closings of all places together."""
         found = Ends()
-        for seen in self._seen():
+        for seen in self._seen(self.spot):
             found += closings(seen, self.view.now_s, False)
         return found
 
+    @functools.cached_property
     def _home(self) -> str:
-        """Return the place of the snapshot: that of the current or last node; "" if unknown."""
+        """The place of the snapshot: that of the current or last node; "" if unknown."""
         if self.nodes:
             return self.nodes[0].offer.place
         seen = self.view.known.capacity
         been = [o for o in self.view.offers if o.name in seen and seen[o.name].node_s > 0]
-        return max(been, key=lambda o: seen[o.name].seen_s).place if been else ""
+        return max(been, key=lambda o: seen[o.name].seen_s).place if been else self.view.known.home
 
 
 # A wrapper that keeps a deadline for any policy, by on-demand nodes as late as possible.

@@ -138,6 +138,31 @@ def test_a_node_moves_to_a_cheaper_place_beside_the_one_that_trains():
     assert deadline(dataclasses.replace(view, known=pair)) == found
 
 
+def test_a_node_that_stands_in_for_another_is_left_to_begin():
+    old, new = up(1, SPOT, since_s=1.0), up(2, OTHER, since_s=4900.0)
+    view = of(old, new, offers=(SPOT, OTHER, DEAR), now_s=5000.0)
+    assert deadline(dataclasses.replace(view, standing_in={2: 1})).reason == (
+        "one node is begun beside the other"
+    )
+    assert deadline(view).attempt == 2, "nobody asked for it"
+    late = dataclasses.replace(view, standing_in={2: 1}, known=known(10.0, 10.5))
+    assert deadline(late).attempt == 2, "the last call comes first"
+
+
+@pytest.mark.parametrize("bought", [False, True])
+def test_a_move_must_pay_over_the_time_that_its_place_will_last(bought):
+    lost = dataclasses.replace(seen(50_000.0, 2.0, 3.0, open=False), node_s=3 * HOUR)
+    nodes = [up(1, DEAR, since_s=40_000.0)] if bought else []
+    far = dataclasses.replace(OTHER, usd_per_h=1.0)
+    for move_usd, pays in ((0.1, True), (8.0, False), (25.0, False)):
+        told = known(10.0, 30.0, move_usd=move_usd, capacity={"a": lost})
+        blocked = {"a": 60_000.0}
+        offers = {"offers": (SPOT, far, DEAR), "blocked": blocked}
+        view = of(*nodes, known=told, now_s=50_000.0, **offers)
+        found = deadline(view)
+        assert (isinstance(found, Launch) and found.offer == far) == pays, move_usd
+
+
 def test_the_last_call_counts_the_move_to_where_on_demand_is_cheaper():
     far = dataclasses.replace(DEAR, usd_per_h=2.5, name="far", place="far")
     late = {"now_s": 5000.0, "offers": (SPOT, far, DEAR)}

@@ -113,7 +113,8 @@ def _aging(per_h: tuple[float, ...], hours: float) -> tuple[CostVector, CostVect
 class Terms:
     """The parameters of a table of costs. `price`: the usual price of spot, as a share of on
     demand; `swing`, `pull_per_h`: how it wanders around that (`price_process.PriceSwing`). The
-    cells are of time and of work."""
+    cells are of time and of work. `move`: the mean cost of the move that a later begin on spot
+    needs, in hours of on demand."""
 
     rates: SpellRates
     price: float
@@ -123,6 +124,7 @@ class Terms:
     work_cells: int
     swing: float = 0.0
     pull_per_h: float = 0.0
+    move: float = 0.0
 
     @functools.cached_property
     def prices(self) -> tuple[float, ...]:
@@ -162,7 +164,7 @@ class Outlook:
         return begin_h + float(moves(self.terms.rates, begin_h).market[state] @ after)
 
     def rent(self, work_h: float, time_h: float) -> float:
-        """Return the cost of beginning on spot, which is open."""
+        """Return the cost of beginning on spot, which is open, without that of a move there."""
         begin_h, rates = self.terms.changeover_h, self.terms.rates
         found = moves(rates, begin_h)
         lost = float(found.lost[0])
@@ -183,7 +185,8 @@ class Outlook:
         return for_h + float(moves(self.terms.rates, for_h).market[state] @ after)
 
     def change(self, work_h: float, time_h: float) -> float:
-        """Return the cost of moving from on demand to open spot. Both are billed meanwhile."""
+        """Return the cost of changing from on demand to open spot, without that of a move there.
+        Both are billed meanwhile."""
         begin_h = self.terms.changeover_h
         found = moves(self.terms.rates, begin_h)
         lost = float(found.lost[0])
@@ -298,6 +301,7 @@ class _Stage:
         self.spot_usd = prices[:, None, None] * self.cell_usd
         self.buy_usd = np.float32(self.cells * cell_h)
         self.rent_usd = prices[:, None] * np.float32(self.buy_usd * (1 - self.begin_lost / 2))
+        self.rent_usd += np.float32(terms.move)
 
     def solve(self, r: int) -> None:
         idle, bought, rented = self.tables
