@@ -154,6 +154,7 @@ class PlanForecast:
     undisturbed_h: float
     on_demand_usd: float
     losses: float  # mean number of nodes lost
+    losses_per_h: float  # of a node on spot
     spot_share: float  # mean share of the paid hours
 
     def hours_at(self, share: float) -> float:
@@ -183,6 +184,7 @@ class PlanForecast:
             "undisturbed_hours": self.undisturbed_h,
             "on_demand_usd": self.on_demand_usd if math.isfinite(self.on_demand_usd) else None,
             "losses": self.losses,
+            "losses_per_spot_node_hour": self.losses_per_h,
             "spot_share": self.spot_share,
             "markets": len(self.hours),
         }
@@ -284,6 +286,8 @@ def forecast(
     run = run.part(share)
     job = job_of(candidate, run)
     policy, seen = policy_of(candidate, run), dict(history or {})
+    if candidate.policy == ON_DEMAND_ONLY and shape.on_demand is not None:
+        shape = dataclasses.replace(shape, spot=())  # wherever it is cheapest
     places = {offer.name: offer.place for offer in shape.spot}
     # on demand all markets are equal
     different = 1 if candidate.policy == ON_DEMAND_ONLY else markets
@@ -301,7 +305,8 @@ def forecast(
         )
         for at in range(different)
     ] * (markets // different)
-    paid_h = sum(one.spot_h + one.on_demand_h for one in played)
+    spot_h, losses = (sum(getattr(one, what) for one in played) for what in ("spot_h", "losses"))
+    paid_h = spot_h + sum(one.on_demand_h for one in played)
     return PlanForecast(
         candidate,
         tuple(begin_h + (one.finish_h - begin_h) / share for one in played),
@@ -309,8 +314,9 @@ def forecast(
         sum(one.missed for one in played) / markets,
         whole_h,
         shape.on_demand_usd_per_h * nodes * (whole_h + begin_h),
-        sum(one.losses for one in played) / markets / share,
-        sum(one.spot_h for one in played) / paid_h if paid_h else 0.0,
+        losses / markets / share,
+        losses / spot_h if spot_h else 0.0,
+        spot_h / paid_h if paid_h else 0.0,
     )
 
 
@@ -371,7 +377,11 @@ def market(
         assert shape.on_demand is not None
         ticks = math.ceil(2 * job.deadline_h * 3600 / tick_s)
         return [ZoneTrace(shape.on_demand.name, tick_s, np.zeros(ticks, dtype=np.int64))]
-    return make_up(zones, 1.2 * job.deadline_h + 12, rng, tick_s=tick_s, weather=ROUGH)
+    made = make_up(zones, 1.2 * job.deadline_h + 12, rng, tick_s=tick_s, weather=ROUGH)
+    return [
+        dataclasses.replace(zone, on_demand_usd_per_h=offer.on_demand_usd_per_h or None)
+        for zone, offer in zip(made, shape.spot, strict=True)
+    ]
 
 
 def tick_of(job: ReplayJob) -> float:

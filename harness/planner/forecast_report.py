@@ -176,6 +176,10 @@ def sentences(plan: ShownPlan) -> list[str]:
             known = plan.hindsight_usd
             times = statistics.fmean(best.usd[: len(known)]) / statistics.fmean(known)
             found.append(f"        {times:.2f} x the bill of whoever knows the market in advance")
+        if best.losses_per_h:
+            each_h = hours_text(1 / best.losses_per_h)
+            taken = usd_text(best.losses)
+            found.append(f"        {taken} nodes are taken, one in {each_h} node-hours on spot")
         if plan.launch:
             found.append("launch  " + shlex.join(plan.launch))
     if plan.dropped:

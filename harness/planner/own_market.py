@@ -105,7 +105,7 @@ class OwnMarket:
     hoped: tuple[ZoneTrace, ...]
     hours: float
     tick_s: float
-    on_demand_usd_per_h: float  # 0: not known
+    on_demand_usd_per_h: float  # where it is cheapest; 0: not known
     bought: bool  # the run had nodes on demand
     one_place: bool
     work: WorkSeen
@@ -219,8 +219,12 @@ def readings(
         there = _held(one, ticks, tick_s)
         room = _hoped(one, there, tick_s, most_nodes)
         prices = np.tile(_prices(one, ticks, tick_s), REPEATS)
-        held.append(ZoneTrace(one.offer.name, tick_s, np.tile(there, REPEATS), prices))
-        hoped.append(ZoneTrace(one.offer.name, tick_s, np.tile(room, REPEATS), prices))
+        dear = one.offer.on_demand_usd_per_h or None
+        for found, nodes in ((held, there), (hoped, room)):
+            repeated = np.tile(nodes, REPEATS)
+            found.append(
+                ZoneTrace(one.offer.name, tick_s, repeated, prices, on_demand_usd_per_h=dear)
+            )
     return tuple(held), tuple(hoped)
 
 

@@ -109,6 +109,7 @@ def test_prices_are_those_that_it_was_told():
     [zone] = market.held
     assert zone.usd_per_h is not None
     assert list(dict.fromkeys(zone.usd_per_h.tolist())) == [1.1, 1.7, 2.2]
+    assert zone.on_demand(9.0) == EAST.on_demand_usd_per_h
     assert not any("prices are those of its launches" in one for one in market.unknown)
 
 

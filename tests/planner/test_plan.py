@@ -80,6 +80,15 @@ def run(hours: float = 4.0, **more: object) -> PlannedRun:
     return PlannedRun(hours * 3600, **more)  # type: ignore[arg-type]
 
 
+def test_on_demand_costs_in_a_zone_what_it_costs_there():
+    near, far, dear = offers()
+    offered = [near, dataclasses.replace(far, on_demand_usd_per_h=4.0), dear]
+    [shape] = shapes(offered)
+    job = forecasting.job_of(PlanCandidate(shape, 1, "deadline"), run())
+    zones = forecasting.market(shape, job, np.random.default_rng(0), {})
+    assert job.on_demand(zones) == [3.0, 4.0]
+
+
 # ---- what is asked -------------------------------------------------------------------------------
 def test_shapes_are_ranked_by_the_price_of_their_work():
     found = shapes([*offers("A100", 0.6, speed=0.3), *offers("H100", 1.0), *offers("L4", 0.1, 8)])
@@ -220,6 +229,13 @@ def test_a_plan_is_told_in_a_table_and_drawn_on_a_page(tmp_path):
     page, png = forecast_report.write(told, str(tmp_path / "plan"))
     assert page.read_text().count("<svg") == 4 and "<b>of yesterday" not in page.read_text()
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_says_how_often_nodes_are_taken():
+    told = shown()
+    best = dataclasses.replace(told.rows[0], losses=2.0, losses_per_h=0.25)
+    words = forecast_report.sentences(dataclasses.replace(told, best=best))
+    assert "        2 nodes are taken, one in 4 node-hours on spot" in words
 
 
 def test_where_the_risk_cannot_be_kept_it_says_so():
