@@ -177,7 +177,10 @@ GRACE_S = 300.0  # for a node that is released to snapshot and leave
 SAFE = 1.1  # the usual changeover times this is reserved for the last one
 # Prior: preemptions of one node per hour. It weighs as much as so many observed losses.
 USUAL_LOSS_PER_H, USUAL_LOSSES = 0.2, 2.0
-USUAL_AT_ONCE = 1.7  # nodes that are taken at once, on average; it weighs as much as one strike
+# Prior: nodes that are taken at once, on average; it weighs as much as one strike. Of a large fleet
+# a strike takes more, but fewer than in proportion: the root of its nodes. Reserves of time do not
+# rely on that.
+USUAL_AT_ONCE = 1.7
 # Time is reserved for this many times the begins that the observed losses would cause.
 RESTLESS = 2.0
 CELLS, WORK_CELLS, RATIO = 300, 16, 1.3
@@ -305,8 +308,9 @@ class FleetCase:
 
     def _safe(self, nodes: int) -> bool:
         """Return `FleetHours.safe` for `nodes` nodes that are on spot or missing."""
-        begin = self._strikes_per_h * self.hours.begin
-        strikes = min(nodes / self._at_once, begin + 2 * math.sqrt(begin))
+        at_once = self._at_once(USUAL_AT_ONCE)
+        begin = self._loss_per_h * self.most / at_once * self.hours.begin
+        strikes = min(nodes / at_once, begin + 2 * math.sqrt(begin))
         return self.hours.safe(nodes / self.most, max(1.0, strikes), self._idle_h)
 
     @functools.cached_property
@@ -393,7 +397,8 @@ class FleetCase:
     @functools.cached_property
     def _strikes_per_h(self) -> float:
         """Number of moments per hour at which nodes of a whole fleet on spot are taken here."""
-        return self._loss_per_h * self.most / self._at_once
+        usual = max(USUAL_AT_ONCE, math.sqrt(self.most))
+        return self._loss_per_h * self.most / self._at_once(usual)
 
     @functools.cached_property
     def _snapshots(self) -> SnapshotPace:
@@ -410,12 +415,11 @@ class FleetCase:
         node_h, losses = self._node_h
         return (USUAL_LOSSES + losses) / (USUAL_LOSSES / USUAL_LOSS_PER_H + node_h)
 
-    @functools.cached_property
-    def _at_once(self) -> float:
-        """Return how many nodes are taken at once on average here."""
+    def _at_once(self, usual: float) -> float:
+        """Return how many nodes are taken at once on average here. `usual`: in other places."""
         losses = sum(seen.losses for seen in self._seen)
         strikes = min(losses, sum(seen.strikes for seen in self._seen))
-        return (USUAL_AT_ONCE + losses) / (1 + strikes)
+        return (usual + losses) / (1 + strikes)
 
     @functools.cached_property
     def _node_h(self) -> tuple[float, int]:

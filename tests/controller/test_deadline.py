@@ -172,6 +172,11 @@ def test_the_last_call_counts_the_move_to_where_on_demand_is_cheaper():
         assert deadline(of(known=told, **late)).offer == offer
 
 
+def test_a_large_fleet_tries_spot_though_a_loss_takes_work_of_all():
+    told = known(4.0 * 64, 8.0, lost_s=600.0)
+    assert deadline(of(max_nodes=64, known=told)).offer == SPOT
+
+
 # ---- prices that move ----------------------------------------------------------------------------
 def wandered(now_h, *prices):
     """Of the last hours, so many as there are."""
