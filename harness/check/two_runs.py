@@ -153,6 +153,7 @@ class Course:
             "HARNESS_NODE_DIR": str(folder),
             "HARNESS_ATTEMPT": str(number),
             "HARNESS_HOST": f"node-{number}",
+            "HARNESS_STAY": "0",  # a process begun anew shows what a script's state lacks
             "GLOO_SOCKET_IFNAME": "lo",
             **self.asked.env,
         }
