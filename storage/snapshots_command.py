@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from rich.table import Table
@@ -500,8 +500,8 @@ def _show(args: Any, store: ObjectStore, console: Console, tell: FindNotes) -> i
 
 # ---- prune ---------------------------------------------------------------------------------------
 def _prune(args: Any, store: ObjectStore, console: Console, tell: FindNotes) -> int:
-    ages_h, ends = tuple(args.keep_ages), tell(store).ends
-    keep = Keep(args.keep_last, args.keep_every, args.keep_best, ages_h, ends)
+    keep = Keep(args.keep_last, args.keep_every, args.keep_best, tuple(args.keep_ages))
+    keep = replace(keep, ends=tell(store).ends)
     gone, deleted = would_prune(store, keep)
     will = "would delete" if args.dry_run else "deletes"
     committed = Snapshots(store).manifests()[0]

@@ -162,8 +162,7 @@ class OwnFiles:
         """Return why the script must save and leave, on all ranks: "resize", "drain" or "stop"; "":
         it need not. Costs an exchange of a few bytes."""
         wants = torch.zeros(len(Want), dtype=torch.int64)
-        snapshotter, step = self._work.snapshotter, self._work.run.step
-        self._work.votes.cast(wants, step, snapshotter.due, snapshotter.quiet)
+        self._work.vote(wants, self._work.run.step)
         if self._peers.control is not None:
             dist.all_reduce(wants, group=self._peers.control)
         want = boundary.winner(wants.tolist())

@@ -54,25 +54,32 @@ def wait(folder: Path, status: int, within_s: float = WAIT_S) -> dict[str, str] 
         os.close(fd)
 
 
+def _reached(folder: Path, pid: int) -> tuple[int, int] | None:
+    """Open the pipe of a process that waits. Return its file descriptor, and the exit status that
+    the process stands for; None: nobody waits, though a process that was killed has left a pipe."""
+    for status in (LOST, PARTED):
+        with contextlib.suppress(OSError):
+            return os.open(_pipe(folder, pid, status), os.O_WRONLY | os.O_NONBLOCK), status
+    return None
+
+
 def waiting(folder: Path, pid: int) -> int | None:
     """Return the exit status that a process which waits stands for; None: it does not wait."""
-    found = (status for status in (LOST, PARTED) if _pipe(folder, pid, status).exists())
-    return next(found, None) if pid else None
+    if (reached := _reached(folder, pid)) is None:
+        return None
+    os.close(reached[0])
+    return reached[1]
 
 
 def order(folder: Path, pid: int, environment: Mapping[str, str]) -> bool:
     """Order a process to go on in the world of `environment`. Return whether it was waiting."""
-    status = waiting(folder, pid)
-    if status is None:
+    if (reached := _reached(folder, pid)) is None:
         return False
-    with contextlib.suppress(OSError):  # it has ended, or waits no longer
-        fd = os.open(_pipe(folder, pid, status), os.O_WRONLY | os.O_NONBLOCK)
-        try:
-            file = os.open(_file(folder, pid), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(file, "w") as f:
-                json.dump(dict(environment), f)
-            _pipe(folder, pid, status).unlink()  # it does not wait any more
-            return os.write(fd, b"g") == 1
-        finally:
-            os.close(fd)
-    return False
+    fd, status = reached
+    with contextlib.suppress(OSError), os.fdopen(fd, "wb", buffering=0) as pipe:
+        file = os.open(_file(folder, pid), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(file, "w") as f:
+            json.dump(dict(environment), f)
+        _pipe(folder, pid, status).unlink()  # it does not wait any more
+        return pipe.write(b"g") == 1
+    return False  # it has ended meanwhile, or the disk is full

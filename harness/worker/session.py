@@ -558,8 +558,7 @@ class Session:
         self._hands.turn(boundary.Begun())
         self._peers.life.tell(WorkerPhase.REDUCE, step)
         wants = torch.zeros(len(Want) + 1, dtype=torch.int64)
-        snapshotter = self._work.snapshotter
-        self._work.votes.cast(wants[:-1], step, snapshotter.due, snapshotter.quiet)
+        self._work.vote(wants[:-1], step)
         wants[-1] = bool(self._work.votes.enough)
         if self._peers.control is not None:
             dist.all_reduce(wants, group=self._peers.control)

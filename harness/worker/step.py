@@ -165,6 +165,10 @@ class Work:
         assert self.feed.batching is not None
         return self.feed.batching
 
+    def vote(self, wants: torch.Tensor, step: int) -> None:
+        """Add this rank's votes for the boundary behind `step`; see `Votes.cast`."""
+        self.votes.cast(wants, step, self.snapshotter.due, self.snapshotter.quiet)
+
     def finish_staging(self) -> None:
         """Wait for the copy of a snapshot, as the state may change from here on."""
         if self.snapshotter.copies:
@@ -229,8 +233,7 @@ class Work:
         made it also holds the step's record."""
         tell = self.peers.rank == 0 and self.log.times.due()
         ints = sums.ints(tell, self.rates.peak_gflops)
-        snapshotter = self.snapshotter
-        self.votes.cast(ints[VOTES], self.run.step + 1, snapshotter.due, snapshotter.quiet)
+        self.vote(ints[VOTES], self.run.step + 1)
         ints[ENOUGH] = bool(self.votes.enough)
         if self.votes.know_deadlines:
             ints[STEP_MS] = int(1e3 * self.log.times.host_s)
@@ -440,6 +443,11 @@ class OpenStep:
             raise error
         self.lost = error
 
+    def _refuse_lost(self) -> None:
+        """Raise the error by which this step was lost, if it was."""
+        if self.lost is not None:
+            raise self.lost
+
     def _backward(
         self,
         loss: torch.Tensor,
@@ -480,6 +488,7 @@ class OpenStep:
         another phase. `of`: one optimizer, or several: gradients of all other parameters become
         zero. With a GradScaler the gradients are unscaled. Raises BadInput."""
         w = self._work
+        self._refuse_lost()
         if not self.complete:
             raise BadInput(
                 f"step {self.number}: step.sync() or update() came before all micro-batches of the "
@@ -502,6 +511,7 @@ class OpenStep:
     def done(self) -> None:
         """End the step after the optimizers have stepped, and record it. Raises BadInput."""
         w = self._work
+        self._refuse_lost()
         if self._floats is None or self.updated:
             raise BadInput(
                 f"step {self.number}: wanted step.done() once, behind step.sync() and the "
@@ -529,8 +539,8 @@ class OpenStep:
     def loss(self) -> float:
         """The loss over the global batch: after `sync` that of this phase, after `done` or `update`
         that of the step, which is its first phase's. Reading it waits for the other ranks (and the
-        GPU), so read it only when needed. If this step was lost before its
-        sum, it is the last step's."""
+        GPU), so read it only when needed. If this step was lost before its sum, it is the last
+        step's."""
         if self.updated or self._newest is None:
             return self._work.log.loss_of(self.number)
         total, weight = self._newest[:2].tolist()
@@ -613,6 +623,7 @@ class Step(OpenStep):
         network's losses (GAN, actor and critic), or another evaluation in a closure (LBFGS). Their
         forwards repeat the same random draws. The first call in a step is the same as iterating
         over it; call it later only after `sync`. Raises BadInput."""
+        self._refuse_lost()
         if self._current is not None:
             self._work.training.phases = True
             self._next_phase()
@@ -659,8 +670,6 @@ class Step(OpenStep):
         for rounds in self._attempts(may_drop=self._current is None):
             for i in range(rounds):
                 self._halves.look(i)
-                if self.lost is not None:
-                    return
                 given = self._give(i)
                 self._take_up(given.micro, given.samples, i == rounds - 1, given.filler)
                 data = to_device(given.data, w.peers.device)
@@ -668,7 +677,9 @@ class Step(OpenStep):
                     w.rates.arm()
                 timer.enter(FORWARD)
                 yield data
-                if not (self.went_backward or self.lost):
+                if self.lost is not None:  # there is nobody to vote or to sum with
+                    return
+                if not self.went_backward:
                     raise BadInput(
                         f"step {self.number}: step.backward(loss) was called 0 times for one "
                         "micro-batch, wanted once at least"

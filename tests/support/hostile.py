@@ -14,7 +14,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,25 +51,20 @@ class Hangs(BaseException):
 # ---- what is started -----------------------------------------------------------------------------
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "socket.bind", "socket.connect")  # fmt: skip
 _started: list[str] | None = None
-_others: set[int] = set()  # threads that an earlier test left behind; what they do is not the command's
 
 
 def _hear(event: str, arguments: tuple[object, ...]) -> None:
-    if _started is None or event not in STARTS or threading.get_ident() in _others:
-        return
-    # an uploader of this node is only asked what it holds; other tests have some
-    if event != "socket.connect" or not str(arguments[1]).startswith("/proc/self/fd/"):
+    if _started is not None and event in STARTS:
         _started.append(f"{event} {arguments!r:.200}")
 
 
 @contextlib.contextmanager
 def _heard() -> Iterator[list[str]]:
     """Audit events of this process; a hook stays for good, so there is one."""
-    global _started, _others
+    global _started
     if not getattr(sys, "_hostile_hook", False):
         sys.addaudithook(_hear)
         sys._hostile_hook = True  # type: ignore[attr-defined]
-    _others = set(sys._current_frames()) - {threading.get_ident()}
     _started = []
     try:
         yield _started

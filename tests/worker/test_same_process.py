@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+import harness
 from harness.core.facts import SessionStarted
 from harness.core.world import RESIZE
 from harness.node import next_world
+from harness.worker import session
 from harness.worker.process_group import Peers
 from harness.worker.training_state import Training
 from support.worlds import history
@@ -140,6 +142,51 @@ def test_a_script_with_process_groups_of_its_own_begins_anew(nodes):
     assert nodes.codes() == [0, 0], nodes.logs()
 
 
+# ---- a step that was lost ------------------------------------------------------------------------
+@pytest.fixture
+def lost_step(monkeypatch):
+    """The first step of a script, in whose first backward another rank is lost, and what the script
+    did in it: micro-batches, and losses that this process was to survive."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(session, "_attached", [])
+    run = harness.attach(seed=1)
+    model = nn.Linear(4, 1)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    survived, micros = [], []
+
+    def survives(error):
+        survived.append(error)
+        return True
+
+    def lose():
+        raise RuntimeError("gloo: Connection closed by peer")
+
+    object.__setattr__(run._work, "survives", survives)
+    monkeypatch.setattr(run.strategy, "micro_done", lose)
+    data = torch.utils.data.TensorDataset(torch.ones(8, 4))
+    step = next(steps := run.steps(data, total=2, global_batch=4, micro_batch=1))
+    for (x,) in step:
+        micros.append(x)
+        step.backward(model(x).mean())
+    yield step, micros, survived
+    steps.close()
+
+
+def test_a_lost_step_gives_no_more_micro_batches_and_no_update(lost_step):
+    step, micros, survived = lost_step
+    assert len(micros) == len(survived) == 1
+    step.update()
+    assert step.lost is survived[0] and not step.updated and len(survived) == 1
+
+
+@pytest.mark.parametrize("part", ["sync", "again", "done"])
+def test_the_parts_of_an_update_end_with_the_loss(lost_step, part):
+    step, _, survived = lost_step
+    with pytest.raises(RuntimeError, match="Connection closed by peer") as found:
+        getattr(step, part)()
+    assert found.value is survived[0]
+
+
 # ---- the order -----------------------------------------------------------------------------------
 def test_an_order_reaches_the_process_that_waits(tmp_path):
     pid, found = os.getpid(), []
@@ -154,6 +201,13 @@ def test_an_order_reaches_the_process_that_waits(tmp_path):
     thread.join(20)
     assert found == [{"RANK": "1", "WORLD_SIZE": "2"}]
     assert not list(tmp_path.iterdir()) and not next_world.order(tmp_path, pid, {})
+
+
+def test_the_pipe_of_a_process_that_has_ended_is_no_process_that_waits(tmp_path):
+    pid = os.getpid()
+    os.mkfifo(tmp_path / f"order-{pid}-{next_world.LOST}")  # of a process with the same id
+    assert next_world.waiting(tmp_path, pid) is None
+    assert not next_world.order(tmp_path, pid, {"RANK": "1"})
 
 
 def test_without_an_order_it_waits_no_longer_than_it_may(tmp_path):

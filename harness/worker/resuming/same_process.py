@@ -141,8 +141,7 @@ class SameProcess:
 
     def wait(self, why: RuntimeError | SystemExit) -> dict[str, str]:
         """Let go of the world, and wait for the next one. Return the environment that it begins
-        with. Raises `why`,
-        which would have ended this process, if no order comes."""
+        with. Raises `why`, which would have ended this process, if no order comes."""
         assert self._node is not None
         self._ends.cancel()
         self._keeper.close()
