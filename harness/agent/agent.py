@@ -131,6 +131,8 @@ class EpochHistory:
     how_far_s: float | None = None  # when to say how far this node, which must leave, has come
     unled: bool = False  # this node leaves since nobody leads the run
     isolated_told: int = -1  # the last generation at which it was said that nobody reaches us
+    # a newcomer: until when its workers may prepare beside others; None: it was not decided
+    prepares_by_s: float | None = None
     # changes of our member once our uploads are done, and when they are published anyway
     ready: dict[str, Any] = field(default_factory=dict)
     settle_until_s: float = 0.0
@@ -470,7 +472,7 @@ class Agent:
             self.rendezvous.look()  # it and the others prove already that they reach each other
             return None
         if self._node.life is NodePhase.WARMING:
-            if not self.rendezvous.admitted():
+            if not self.rendezvous.admitted() or not self._is_prepared(now):
                 return None
             self._tell(state="ready")
             self._feed(node_state.Ready())
@@ -497,6 +499,31 @@ class Agent:
             past.reason = f"no place in any generation for {wait_s:.0f} s"
             return FENCED
         return None
+
+    def _is_prepared(self, now: float) -> bool:
+        """Return whether our workers wait for the next generation, at the begin of their loop, or
+        need not: they prepare beside others that train, and whose processes go on, so that nobody
+        waits while our script builds its model."""
+        past, workers = self._past, self._workers
+        if self._node.leaving:
+            return True
+        if past.prepares_by_s is None:
+            last, found = self.rendezvous.newest(), self.rendezvous.members()
+            here = [m for m in found if m.member in last.members and m.place == self.config.place]
+            past.prepares_by_s = now
+            if not any(m.state == "in" and m.stays for m in here):
+                return True
+            past.prepares_by_s = now + self.config.fitness.hang.start_s
+            self._host.say(f"prepares beside generation {last.epoch}, which trains")
+            workers.prepare(last, self._uploads.folder)
+        if workers.at_work() and now < past.prepares_by_s:
+            self.rendezvous.look()  # it and the others prove already that they reach each other
+            return False
+        past.left_s = now
+        if any(worker.code != RESIZE for worker in workers.all) or workers.at_work():
+            self._host.say("its script cannot prepare beside others; it begins with its generation")
+        workers.end(self._part_s(KILL_S))
+        return True
 
     def _too_small(self, last: Epoch) -> str:
         """Return why the run must be stopped, if memory ran out here in the generation `last`, and
@@ -533,6 +560,7 @@ class Agent:
             end="",
             failure="",
             failure_step=0,
+            stays=False,
             master_port=self._host.free_port(self.config.addr),
         )
         self._workers.start(epoch, self._uploads.folder, patience=2.0**self._node.hangs)
@@ -574,6 +602,8 @@ class Agent:
 
     def _watch_peers(self, now: float) -> int | None:
         stay, epoch = self._stay, self._stay.epoch
+        if self._workers.stay() is not self.rendezvous.me.stays:
+            self.rendezvous.mention(stays=self._workers.stay())
         if self._workers.attached():
             self._uploads.ensure()
         elif (alone := self._workers.unadopted()) or now - stay.entered_s > SESSION_WITHIN_S:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -307,7 +307,7 @@ class Workers:
     def clear_signs(self) -> None:
         """Remove the mark and the heartbeats of the last generation."""
         self.mark.write(Want.NOTHING, "", None)
-        for name in (marks.ATTACHED, marks.UNADOPTED):
+        for name in (marks.ATTACHED, marks.UNADOPTED, marks.STAYS):
             (self._config.node_dir / name).unlink(missing_ok=True)
         self._clear_heartbeats()
         flight_recorder.clear(self._config.node_dir)
@@ -316,9 +316,23 @@ class Workers:
         for local_rank in range(self._config.nproc):
             heartbeat.clear(self._sign(local_rank))
 
+    def prepare(self, beside: Epoch, stage: Path) -> None:
+        """Start workers that run the script up to its loop, while others train in `beside`, and
+        wait there for the next generation. The world that they are told has them as its last
+        ranks, and no address: a script that connects by itself fails, and begins with its world."""
+        c = self._config
+        guess = replace(
+            beside,
+            members=(*beside.members, self._member),
+            nproc=(*beside.nproc, c.nproc),
+            speeds=(*beside.speeds, c.hardware.speed),
+            addr="",
+        )
+        self.start(guess, stage, 1.0)
+
     def start(self, epoch: Epoch, stage: Path, patience: float) -> None:
-        """Start all of this node's workers of a generation. `patience`: see
-        `heartbeat.WorkerHeartbeat`."""
+        """Start all of this node's workers of a generation, which has an address unless they only
+        prepare for it. `patience`: see `heartbeat.WorkerHeartbeat`."""
         self.warm_up()
         self._epoch, self._questions = epoch, worker_stacks.StackQuestions()
         self._oom_killer.begin()
@@ -400,7 +414,8 @@ class Workers:
             "ROLE_WORLD_SIZE": epoch.world,
             "ROLE_NAME": "default",
             "MASTER_ADDR": epoch.addr,
-            "MASTER_PORT": epoch.port,
+            "MASTER_PORT": epoch.port if epoch.addr else "",
+            next_world.BESIDE: "" if epoch.addr else "1",
             "TORCHELASTIC_RUN_ID": "harness",
             "TORCHELASTIC_RESTART_COUNT": epoch.epoch - 1,
             "TORCHELASTIC_MAX_RESTARTS": 1_000_000,
@@ -447,6 +462,10 @@ class Workers:
     def unadopted(self) -> bool:
         """Return whether the script surely trains without a session."""
         return (self._config.node_dir / marks.UNADOPTED).exists() and not self.attached()
+
+    def stay(self) -> bool:
+        """Return whether the workers' processes would go on in the next generation."""
+        return (self._config.node_dir / marks.STAYS).exists()
 
     def signs(self) -> list[heartbeat.Sign]:
         """Return the last heartbeat of each worker that ever sent one."""

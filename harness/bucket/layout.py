@@ -242,6 +242,7 @@ class Member:
     place: str = ""  # members of one place reach each other; a generation is in one place
     beat_s: Amount = 0.0  # promised seconds between heartbeats, at most; 0: the default
     key: str = ""  # secret that callers of its lines need
+    stays: bool = False  # its workers' processes would go on in the next generation
     # whom it reaches, by lines that are up both ways; None: it has no lines
     reach: tuple[str, ...] | None = None
     protocol: Natural = field(default_factory=written_protocol)

@@ -38,6 +38,7 @@ class Want(IntEnum):
 # in the node's folder: the mark, the file by which a worker shows that it reads it, and the one
 # that shows that optimizers step in a worker without a session
 MARK, ATTACHED, UNADOPTED = "mark.json", "attached", "unadopted"
+STAYS = "stays"  # the file by which workers show that their processes go on in the next world
 MARK_NBYTES = 4096  # of a mark's file, padded with spaces: one block of a disk
 MOST_WHY = 400  # characters of a reason, so that a mark fits
 EXIT_CODE = {Want.RESIZE: RESIZE, Want.DRAIN: DRAINED, Want.STOP: STOPPED}

@@ -20,6 +20,8 @@ from harness.core.world import RESIZE
 
 LOST, PARTED = 1, RESIZE  # the exit statuses that a waiting worker stands for
 WAIT_S = 1800.0  # for the next world: some runs wait so long for nodes
+# in the environment: "1" for a worker that prepares beside a world that trains, for the next one
+BESIDE = "HARNESS_BESIDE"
 
 
 def _pipe(folder: Path, pid: int, status: int) -> Path:

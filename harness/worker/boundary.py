@@ -481,6 +481,7 @@ class Boundary:
     def turn(self, event: SessionEvent) -> None:
         """Perform the acts that follow from the event, and change the state. Raises BadInput,
         SystemExit, and whatever the acts raise."""
+        self._peers.need_world()
         turn = next_turn(self._state, event, self._seen())
         for act in turn.first:
             self._do(act)

@@ -33,9 +33,10 @@ from harness.core.mesh import (
     meshes_told,
     replica_ranks_told,
 )
-from harness.core.world import BadInput, HarnessError
+from harness.core.world import RESIZE, BadInput, HarnessError
 from harness.node.forkserver import write_error
 from harness.node.heartbeat import ProgressFile, WorkerPhase
+from harness.node.next_world import BESIDE
 from harness.worker.alone import device_of
 from storage.errors import StoreError
 from storage.snapshots.restore import this_machine
@@ -277,6 +278,9 @@ class Peers:
         self.everyone: dist.ProcessGroup | None = None
         self._connections: frozenset[str] = frozenset()  # its own; where /proc shows none, unknown
         self.formed_here = False  # the process group is not the script's
+        # this process prepares for the next world: it has no process group yet, and `rank` and
+        # `world` are guesses
+        self.beside = environ.get(BESIDE) == "1"
 
     def meet(
         self, environ: dict[str, str], backend: str | None = None, timeout_s: float | None = None
@@ -288,6 +292,8 @@ class Peers:
             )
         timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
         before = _sockets().keys()
+        if self.beside:
+            return
         if dist.is_initialized():
             if backend is not None or timeout_s is not None:
                 raise BadInput(
@@ -308,6 +314,12 @@ class Peers:
             self.control = dist.new_group(backend="gloo", timeout=timeout)
             self.everyone = dist.group.WORLD
             self._connections = frozenset(_sockets().keys() - before)
+
+    def need_world(self) -> None:
+        """Leave if this process prepares beside a world, since what follows needs the other ranks:
+        it then begins anew, with them. Raises SystemExit."""
+        if self.beside:
+            raise SystemExit(RESIZE)
 
     def hang_up(self) -> bool:
         """Shut the connections to the other ranks, so that those that wait for this one, and a
@@ -354,6 +366,7 @@ class Peers:
         """The device mesh with the dimensions of `model_mesh`; without one, "replicas" and "ranks"
         (of one replica). All ranks must first read it at the same point. Raises BadInput without a
         process group."""
+        self.need_world()
         if not dist.is_initialized():
             raise BadInput(
                 "run.mesh: wanted a process group, found a single process without one; start it "
@@ -453,6 +466,7 @@ class Peers:
     def sum(self, value: float | torch.Tensor) -> float:
         """Return the sum of the values of each replica's first rank. It is rounded once, so that
         it does not depend on their order."""
+        self.need_world()
         mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(1)
         if self.control is None:
             return float(mine)

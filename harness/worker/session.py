@@ -359,8 +359,7 @@ class Session:
 
         `strategy`: how gradients are summed, for a model that is split between the ranks of a
         replica (`harness.worker.gradients.parallel.Strategy`); None: plain data parallelism or
-        FSDP2,
-        depending on the model's parameters.
+        FSDP2, depending on the model's parameters.
         """
         optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
         self._prepare_again = functools.partial(
@@ -413,6 +412,7 @@ class Session:
         data = (dataset, global_batch, micro_batch, shuffle, collate_fn)
         while True:
             try:
+                self._same.begin()
                 yield from self._train(data, total, epochs, num_workers, reports, guards)
                 return
             except WorldOver as over:
@@ -420,11 +420,12 @@ class Session:
 
     def _go_on(self, why: RuntimeError | SystemExit) -> None:
         """Begin in the next world, with the objects of this one. Raises `why` if none comes."""
+        resumes = None if self._peers.beside else why
         os.environ.update(environ := self._same.wait(why))
         self._hands.go_on()
         self._begin(environ)
         self._prepare_again()
-        self._same.resumes = why
+        self._same.resumes = resumes
 
     def _train(
         self,
@@ -644,6 +645,7 @@ class Session:
     def files(self) -> Any:
         """The checkpoints that the script writes itself, instead of `prepare`; see
         `harness/loops/loop_files.py`."""
+        self._peers.need_world()
         return extensions.load(extensions.FILES, "run.files")(self)
 
     def stop(self, reason: str) -> None:

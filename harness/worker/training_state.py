@@ -482,7 +482,7 @@ class Training:
         """True if every rank has all of the state, and can read it without the others."""
         return (
             self.model is not None
-            and isinstance(self.strategy, Replicated)
+            and isinstance(self.strategy, Replicated | Single)
             and not self._per_rank
             and not any(getattr(one, "gathers", False) for one in self._saved.values())
             and all(isinstance(one, torch.optim.Optimizer) for one in self.optimizers)

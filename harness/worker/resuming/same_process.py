@@ -9,6 +9,10 @@ process: it meets the others, resumes from the newest state, and the loop yields
 weights that this process holds are overwritten, so what the script has done to them since does no
 harm.
 
+A newcomer's process does the same before its first world: it runs the script up to its loop while
+the others train (`Peers.beside`), and waits for the order there. So a join costs them no more than
+that of a process that stays.
+
 A process ends, and is begun anew, where that would not be sound: outside `run.steps`; where ranks
 keep no state; if the script has process groups of its own, which die with the world; if data is a
 stream, whose place only a new reader finds; if the model has buffers that change and are in no
@@ -31,6 +35,7 @@ from torch.distributed import distributed_c10d as c10d
 from harness.core.world import RESIZE
 from harness.node.forkserver import PEER_GONE, write_error
 from harness.node.heartbeat import name_process
+from harness.node.marks import STAYS
 from harness.node.next_world import LOST, PARTED, wait
 from harness.worker import alone
 from harness.worker.process_group import Peers
@@ -95,16 +100,35 @@ class SameProcess:
     @contextlib.contextmanager
     def possible(self, streams: bool) -> Iterator[None]:
         """Within it, the process goes on if that is sound. `streams`: data is a stream."""
-        self._keeper.goes_on = (
-            self._node is not None
-            and not streams
-            and self._run.phase.number == 1
-            and threading.current_thread() is threading.main_thread()
-        )
+        self._keeper.goes_on = self._can_wait and not streams
+        self._show(self._may)
         try:
             yield
         finally:
             self._keeper.goes_on = False
+            self._show(False)
+
+    @property
+    def _can_wait(self) -> bool:
+        return (
+            self._node is not None
+            and self._run.phase.number == 1
+            and threading.current_thread() is threading.main_thread()
+        )
+
+    def _show(self, stays: bool) -> None:
+        """Show the agent whether this process would go on, so that newcomers prepare beside it."""
+        if self._node is not None:
+            with contextlib.suppress(OSError):  # the disk is full: newcomers begin with their world
+                mark = self._node / STAYS
+                mark.touch() if stays else mark.unlink(missing_ok=True)
+
+    def begin(self) -> None:
+        """Begin to train; in a process that prepares beside a world, raise WorldOver instead, for
+        it to wait for the next one. Raises SystemExit if that one's process must begin anew."""
+        if self._peers.beside:
+            why = SystemExit(RESIZE)
+            raise WorldOver(why) if self._can_wait and not c10d._world.pg_map else why
 
     @property
     def _may(self) -> bool:

@@ -184,6 +184,11 @@ class SimPool:
             worker.forked = True
             self._node.sim.team(worker.epoch).join(worker)
 
+    def prepare(self, beside: Epoch, stage: Path) -> None: ...
+
+    def stay(self) -> bool:
+        return False
+
     def seen(self) -> list[WorkerEnd]:
         return [w.seen() for w in self.all]
 
