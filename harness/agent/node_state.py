@@ -21,7 +21,7 @@ code's `epoch`).
                DRAIN    RESIZE, for `unfit_grace_s`         leaves, unfit
                KILL     nothing: none of it may be saved    leaves at once, unfit
     Released, Unled     RESIZE                              leaves
-    NewcomersWait       RESIZE                              stays
+    NewcomersWait       GROW                                stays
     StopOrdered         STOP                                (decided at its workers' end)
 """
 
@@ -311,7 +311,7 @@ def step(node: AgentState, event: AgentEvent, now: Now) -> AgentTurn:
         case StopOrdered():
             return _notified(_want(node, "stop", Want.STOP))
         case NewcomersWait():
-            return _notified(_want(node, "grow", Want.RESIZE))
+            return _notified(_want(node, "grow", Want.GROW))
         case PeersChange():
             return _notified(_want(node, "peers", Want.RESIZE))
         case Released():
@@ -392,7 +392,7 @@ def _cancel(node: AgentState, notice: Notice) -> AgentTurn:
         wanted={w: wanted for w, wanted in node.wanted.items() if w != who},
     )
     stays = not node.unfit and not any(
-        want is Want.RESIZE and w != "grow" for w, (want, _) in node.wanted.items()
+        want is Want.RESIZE for want, _ in node.wanted.values()
     )
     node = replace(node, leaving="" if stays else node.leaving)
     acts: list[AgentAct] = [

@@ -246,7 +246,7 @@ TABLE = (
     # a script without a session handled the notice in its own way; only it knows whether it is done
     EndRule(End.DRAINED, lambda e: e.leaving and not e.attached),
     EndRule(End.STOPPED, lambda e: e.told is Want.STOP and not e.attached),
-    EndRule(End.RESIZE, lambda e: e.told is Want.RESIZE and not e.attached),
+    EndRule(End.RESIZE, lambda e: e.told in (Want.GROW, Want.RESIZE) and not e.attached),
     EndRule(End.UNFINISHED, lambda e: e.all_in((FINISHED,)) and not e.run_over),
     EndRule(End.FINISHED, lambda e: e.all_in((FINISHED,))),
     EndRule(End.STOPPED, lambda e: STOPPED in e.codes),

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 MOST_FILES = 100_000  # in a folder
 NAME = "files"  # the key of the files in the state
-LEFT = {Want.RESIZE: "resize", Want.DRAIN: "drain", Want.STOP: "stop"}
+LEFT = {Want.GROW: "resize", Want.RESIZE: "resize", Want.DRAIN: "drain", Want.STOP: "stop"}
 
 
 class FolderState:

@@ -26,13 +26,14 @@ from harness.node.heartbeat import handles
 
 class Want(IntEnum):
     """The request of a mark; the greatest one wins. All but SNAPSHOT end the generation after a
-    committed snapshot."""
+    committed snapshot; GROW, where that is possible, with a state that the nodes keep instead."""
 
     NOTHING = 0
     SNAPSHOT = 1
-    RESIZE = 2  # all workers leave; the agents decide which come back
-    DRAIN = 3  # all workers leave, to be continued elsewhere
-    STOP = 4  # all workers leave, and none comes back automatically
+    GROW = 2  # all workers leave, and come back with newcomers
+    RESIZE = 3  # all workers leave; the agents decide which come back
+    DRAIN = 4  # all workers leave, to be continued elsewhere
+    STOP = 5  # all workers leave, and none comes back automatically
 
 
 # in the node's folder: the mark, the file by which a worker shows that it reads it, and the one
@@ -41,7 +42,8 @@ MARK, ATTACHED, UNADOPTED = "mark.json", "attached", "unadopted"
 STAYS = "stays"  # the file by which workers show that their processes go on in the next world
 MARK_NBYTES = 4096  # of a mark's file, padded with spaces: one block of a disk
 MOST_WHY = 400  # characters of a reason, so that a mark fits
-EXIT_CODE = {Want.RESIZE: RESIZE, Want.DRAIN: DRAINED, Want.STOP: STOPPED}
+WAITING = (Want.SNAPSHOT, Want.GROW)  # while a snapshot is in flight, these wait
+EXIT_CODE = {Want.GROW: RESIZE, Want.RESIZE: RESIZE, Want.DRAIN: DRAINED, Want.STOP: STOPPED}
 
 
 # what the agent writes there: after KEEP a worker may wait for the next world, instead of ending

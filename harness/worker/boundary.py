@@ -91,6 +91,7 @@ class BoundaryInputs:
     flight_step: int | None = None  # step of the snapshot under way; None: no snapshot is
     pending: bool = False  # the last step's numbers have not arrived yet
     unsaved: bool = False  # there are step records that no snapshot carries
+    keeps: bool = False  # the nodes can keep the state in memory for the next world
     leads: bool = True  # this is rank 0
     enough: str = ""  # why the script ends the run here; "": it does not
     passed: bool = False  # the phase of the run that this is came to its end in an earlier process
@@ -186,6 +187,7 @@ class BoundaryAction(Enum):
     RESUME = "load the newest snapshot"
     GO_ON = "do what the last loop left open, and tell that another begins"
     ANSWER = "a snapshot that was asked for is made now"
+    KEEP = "keep the state in the nodes' memory; if no node can, in a committed snapshot"
     LAND = "wait until the snapshot on its way is committed; its failure is ours"
     MARK_END = "all agree, and rank 0 marks the newest snapshot as the run's last"
     MARK_END_ALONE = "mark it, and tell that the session has ended; no rank need wait for another"
@@ -266,16 +268,19 @@ def asked(state: SessionState, event: VoteResult, seen: BoundaryInputs) -> Trans
     if want is Want.SNAPSHOT or done:
         return Transition(state, first)
     leave = Leave(LEFT[want], EXIT_CODE[want])
+    if want is Want.GROW and seen.keeps and seen.flight_step is None:
+        return Transition(enter(state, Phase.OVER), (BoundaryAction.KEEP,), (leave,))
     return Transition(enter(state, Phase.OVER), (*first, BoundaryAction.LAND), (leave,))
 
 
 WHY = {
     Want.SNAPSHOT: "interval",
+    Want.GROW: "resize",
     Want.RESIZE: "resize",
     Want.DRAIN: "drain",
     Want.STOP: "stop",
 }
-LEFT = {Want.RESIZE: "resize", Want.DRAIN: "drained", Want.STOP: "stopped"}
+LEFT = {Want.GROW: "resize", Want.RESIZE: "resize", Want.DRAIN: "drained", Want.STOP: "stopped"}
 
 
 def why_of_vote(event: VoteResult) -> str:
@@ -501,6 +506,7 @@ class Boundary:
             unsaved=bool(log.unsaved),
             enough=self.enough,
             leads=self._peers.rank == 0,
+            keeps=self._work.same.keeps,
             passed=self._run.phase.ends == self._run.step,
         )
 
@@ -524,6 +530,10 @@ class Boundary:
                 self._go_on()
             case BoundaryAction.ANSWER:
                 self._work.votes.answered()
+            case BoundaryAction.KEEP:
+                if not self._peers.sum(float(self._work.same.keep())):
+                    self._do(Snapshot(WHY[Want.GROW]))
+                    self._do(BoundaryAction.LAND)
             case BoundaryAction.LAND:
                 self._work.snapshotter.land(must=True)
             case BoundaryAction.MARK_END:
@@ -606,7 +616,7 @@ class Boundary:
                 f"harness: resumed from step {manifest.step} (of generation {manifest.epoch})"
             )
         self._resume.check(manifest)
-        self._work.rhythm.begin()
+        self._work.rhythm.begin(self._work.log.unsaved_s(time.time()))
         if self._run.phase.ends == self._run.step:
             self._peers.print(f"harness: {self._run.phase.label} is done, and not done again")
         else:

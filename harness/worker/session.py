@@ -161,7 +161,7 @@ class Session:
         log.times.traffic = feed.traffic
         parts = (peers, joined, training, feed, log, rates, rhythm, snapshotter, votes, timer)
         self._same = SameProcess(peers, joined, training, snapshotter, hold, self._keeper, environ)
-        self._work = Work(*parts, Shrinking.of(environ), self._same.survives)
+        self._work = Work(*parts, Shrinking.of(environ), self._same)
         state = boundary.SessionState(by_script=mark is not None, stored=bool(joined.url))
         late = peers.device.type != "cpu" if o.votes_late is None else o.votes_late
         self._hands = Boundary(self._work, hold, resume, state, until, late)

@@ -97,9 +97,10 @@ class Rhythm:
         """Return the pace in the form that `resumed` reads, for the next world."""
         return {"nbytes_per_s": round(self.pace), "where": self._where}
 
-    def begin(self) -> None:
-        """Record that a snapshot was just taken, or loaded."""
-        self._last_s, self._due_at_s = self._now(), -math.inf
+    def begin(self, age_s: float = 0.0) -> None:
+        """Record that a snapshot was just taken, or loaded. `age_s`: how long training has gone on
+        behind it, in worlds that it outlived."""
+        self._last_s, self._due_at_s = self._now() - age_s, -math.inf
 
     def landed(self, commit_s: float, slowdown: float, within_s: float = 0.0) -> None:
         """Record that a snapshot was committed. `slowdown`: of the steps during its upload (0.1: a

@@ -22,6 +22,7 @@ from harness.worker.batches.feed import Feed, Shrinking
 from harness.worker.batches.loader import MicroBatch, seed_everything, to_device
 from harness.worker.gradients.parallel import Replicated, Sharded, Single
 from harness.worker.process_group import Peers
+from harness.worker.resuming.same_process import SameProcess
 from harness.worker.run_context import Run
 from harness.worker.snapshot_timer import Rhythm
 from harness.worker.snapshotter import Snapshotter
@@ -156,9 +157,7 @@ class Work:
     votes: Votes
     timer: PhaseTimer
     shrinking: Shrinking
-    # keeps the state if the error says that another rank is lost, and returns whether this process
-    # goes on in the next world
-    survives: Callable[[RuntimeError], bool]
+    same: SameProcess
 
     @property
     def batching(self) -> Batching:
@@ -439,7 +438,7 @@ class OpenStep:
     def _lose(self, error: RuntimeError) -> None:
         """Take this for the end of the world, for the next one to do the step again. Raises the
         error if it is another one, or if this process cannot go on."""
-        if not self._work.survives(error):
+        if not self._work.same.survives(error):
             raise error
         self.lost = error
 

@@ -328,6 +328,12 @@ class StepLog:
         self.last_metrics.update(self._metrics)
         self._run.fact(Validated(self._run.step, self._run.epoch, metrics))
 
+    def unsaved_s(self, now_s: float) -> float:
+        """Return for how long, at `now_s` (wall clock), steps have been done that no snapshot
+        carries yet."""
+        first = next(iter(self.unsaved), None)
+        return 0.0 if first is None else max(0.0, now_s - first.t + first.dt)
+
     def loss_of(self, step: int) -> float:
         """Return a step's loss over the global batch. Waits for the other ranks if necessary."""
         if self.pending is not None and self.pending.record.step == step:

@@ -22,7 +22,13 @@ from harness.worker.batches.loader import Stream
 from harness.worker.frozen_weights import Frozen
 from harness.worker.gradients.batch_norm import Norms, has_sync_norm
 from harness.worker.gradients.exact_sums import exact_strategy_for
-from harness.worker.gradients.parallel import Replicated, Strategy, check_fits, strategy_for
+from harness.worker.gradients.parallel import (
+    Replicated,
+    Single,
+    Strategy,
+    check_fits,
+    strategy_for,
+)
 from harness.worker.gradients.router_loads import Loads
 from harness.worker.gradients.sharding import (
     check_real,

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from harness.node.heartbeat import WorkerPhase
-from harness.node.marks import ATTACHED, SIGNALS, MarkReader, Want
+from harness.node.marks import ATTACHED, SIGNALS, WAITING, MarkReader, Want
 from harness.worker.boundary import VoteResult
 from harness.worker.step_timing import COMMUNICATION, marks_of
 from harness.worker.training_state import NotedState
@@ -72,11 +72,10 @@ class Votes:
     ) -> None:
         """Add this rank's requests for the boundary behind `step`: wants[w] > 0 on any rank means
         that w is wanted. `due`: rank 0 calls it to find out whether a snapshot is due. `quiet`: no
-        snapshot is in flight; else one that is asked for would make training wait until that one is
-        committed, for as long as one node's bucket does not answer, so the request waits
-        instead."""
+        snapshot is in flight; else `WAITING` requests would make training wait until that one is
+        committed, for as long as one node's bucket does not answer, so they wait instead."""
         for want in (self._reader.read().want, self._signalled):
-            if quiet or want is not Want.SNAPSHOT:
+            if quiet or want not in WAITING:
                 wants[want] += 1
         if self._leads and due(step):
             wants[Want.SNAPSHOT] += 1

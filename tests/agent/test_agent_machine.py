@@ -131,7 +131,7 @@ def test_a_signals_grace_ends_and_a_second_signal_hurries():
     [
         (SnapshotAsked("snapshot"), WriteMark(Want.SNAPSHOT, "snapshot", None), ""),
         (StopOrdered(), WriteMark(Want.STOP, "stop", None), ""),
-        (NewcomersWait(), WriteMark(Want.RESIZE, "grow", None), ""),
+        (NewcomersWait(), WriteMark(Want.GROW, "grow", None), ""),
         (Released(), WriteMark(Want.RESIZE, "leave", None), "released"),
         (Unled("nobody"), WriteMark(Want.RESIZE, "leaderless", None), "nobody"),
         (Signalled("SIGTERM"), WriteMark(Want.RESIZE, "signal:SIGTERM", 1030.0), "SIGTERM"),

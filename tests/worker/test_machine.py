@@ -47,7 +47,7 @@ ALONE = SessionState(by_script=False)
 SAVED = BoundaryInputs(step=30, total=30, saved_step=30)
 PASSED = replace(SAVED, passed=True)  # an earlier process trained all of it
 OPEN = BoundaryInputs(step=7, total=30)  # nothing is saved
-WANTS = [Want.SNAPSHOT, Want.RESIZE, Want.DRAIN, Want.STOP]
+WANTS = [Want.SNAPSHOT, Want.GROW, Want.RESIZE, Want.DRAIN, Want.STOP]
 EVENTS = [
     TrainsAgain(),
     Begun(),
@@ -188,13 +188,14 @@ def test_without_a_bucket_the_scripts_end_ends_nothing(phase, event):
 @pytest.mark.parametrize(
     ("want", "left"),
     [
+        (Want.GROW, Leave("resize", RESIZE)),
         (Want.RESIZE, Leave("resize", RESIZE)),
         (Want.DRAIN, Leave("drained", DRAINED)),
         (Want.STOP, Leave("stopped", STOPPED)),
     ],
 )
 def test_who_is_asked_to_leave_leaves_behind_a_committed_snapshot(want, left):
-    why = {Want.RESIZE: "resize", Want.DRAIN: "drain", Want.STOP: "stop"}[want]
+    why = {Want.DRAIN: "drain", Want.STOP: "stop"}.get(want, "resize")
     over = at(Phase.OVER, looped=True)
     asked = next_turn(LOOPING, VoteResult(want), OPEN)
     assert asked == Transition(over, (Snapshot(why), BoundaryAction.LAND), (left,))
@@ -202,6 +203,16 @@ def test_who_is_asked_to_leave_leaves_behind_a_committed_snapshot(want, left):
     assert on_its_way == Transition(over, (BoundaryAction.LAND,), (left,))
     another = next_turn(LOOPING, VoteResult(want), replace(OPEN, flight_step=6))
     assert another == asked
+
+
+def test_who_makes_room_for_newcomers_leaves_without_waiting_for_the_bucket():
+    grow, leave = VoteResult(Want.GROW), Leave("resize", RESIZE)
+    over, keeps = at(Phase.OVER, looped=True), replace(OPEN, keeps=True)
+    assert next_turn(LOOPING, grow, keeps) == Transition(over, (BoundaryAction.KEEP,), (leave,))
+    in_flight = next_turn(LOOPING, grow, replace(keeps, flight_step=6))
+    assert in_flight == Transition(over, (Snapshot("resize"), BoundaryAction.LAND), (leave,))
+    # a node that leaves takes its memory with it
+    assert Snapshot("resize") in next_turn(LOOPING, VoteResult(Want.RESIZE), keeps).first
 
 
 @pytest.mark.parametrize("want", WANTS)
@@ -247,12 +258,13 @@ def test_why_a_snapshot_is_made(asked, why):
 @pytest.mark.parametrize(
     ("votes", "want"),
     [
-        ([3, 0, 0, 0, 0], Want.NOTHING),
-        ([2, 1, 0, 0, 0], Want.SNAPSHOT),
-        ([5, 1, 1, 0, 0], Want.RESIZE),
-        ([5, 9, 9, 1, 0], Want.DRAIN),
-        ([5, 9, 9, 9, 1], Want.STOP),
-        ([0, 0, 0, 0, 0], Want.NOTHING),
+        ([3, 0, 0, 0, 0, 0], Want.NOTHING),
+        ([2, 1, 0, 0, 0, 0], Want.SNAPSHOT),
+        ([5, 1, 1, 0, 0, 0], Want.GROW),
+        ([5, 1, 1, 1, 0, 0], Want.RESIZE),
+        ([5, 9, 9, 9, 1, 0], Want.DRAIN),
+        ([5, 9, 9, 9, 9, 1], Want.STOP),
+        ([0, 0, 0, 0, 0, 0], Want.NOTHING),
     ],
 )
 def test_the_greatest_want_wins(votes, want):
@@ -293,9 +305,9 @@ def every_turn():
         for values in itertools.product(Phase, (False, True), (False, True), (False, True))
     ]
     seens = [
-        BoundaryInputs(7, total, 1 << 62, saved, flight, pending, unsaved, leads)
-        for total, saved, flight, pending, unsaved, leads in itertools.product(
-            (0, 7, 30), (-1, 7), (None, 6, 7), (False, True), (False, True), (False, True)
+        BoundaryInputs(7, total, 1 << 62, saved, flight, pending, unsaved, keeps, leads)
+        for total, saved, flight, pending, unsaved, keeps, leads in itertools.product(
+            (0, 7, 30), (-1, 7), (None, 6, 7), *[(False, True)] * 4
         )
     ]
     for state, event, seen in itertools.product(states, EVENTS, seens):
@@ -315,7 +327,8 @@ def test_what_holds_in_every_turn():
         if leaves:  # it is the last thing, and what was trained is committed
             assert acts[-1:] == tuple(leaves) and done.state.phase is Phase.OVER
             if not isinstance(event, HostsUnfit | Rewound):  # what it trained last was bad
-                assert BoundaryAction.LAND in done.first or seen.saved_step == seen.step
+                kept = BoundaryAction.KEEP in done.first and event == VoteResult(Want.GROW)
+                assert kept or BoundaryAction.LAND in done.first or seen.saved_step == seen.step
         if done.state.phase is Phase.COMPLETE and state.phase is not Phase.COMPLETE:
             assert BoundaryAction.LAND in done.first or seen.saved_step == seen.step
         if any(isinstance(act, Refuse) for act in acts):
@@ -327,7 +340,7 @@ def test_what_holds_in_every_turn():
         collective = [act for act in acts if act is not BoundaryAction.MARK_END_ALONE]
         others = [act for act in (*same.first, *same.after) if act is not BoundaryAction.MARK_END_ALONE]
         assert collective == others and same.state == done.state  # on every rank
-    assert n == 40 * len(EVENTS) * 144
+    assert n == 40 * len(EVENTS) * 288
 
 
 # ---- when a snapshot is due ----------------------------------------------------------------------
@@ -354,13 +367,14 @@ def test_when_a_snapshot_is_due():
     assert Interval().due(3, 10.0, 10.0) and not Interval().due(5, 9.9, 10.0)
 
 
-def test_a_snapshot_that_is_asked_for_waits_for_the_one_in_flight():
+@pytest.mark.parametrize("want", [Want.SNAPSHOT, Want.GROW])
+def test_what_is_asked_for_waits_for_the_snapshot_in_flight(want):
     votes, wants = Votes(None, leads=False), torch.zeros(len(Want), dtype=torch.int64)
-    votes._signal(Want.SNAPSHOT)
+    votes._signal(want)
     votes.cast(wants, 1, lambda _: False, quiet=False)
-    assert not wants[Want.SNAPSHOT]
+    assert not wants[want]
     votes.cast(wants, 1, lambda _: False, quiet=True)
-    assert wants[Want.SNAPSHOT] == 1
+    assert wants[want] == 1
     votes._signal(Want.DRAIN)  # who must leave does not wait
     votes.cast(wants, 1, lambda _: False, quiet=False)
     assert wants[Want.DRAIN] == 1

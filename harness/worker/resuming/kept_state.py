@@ -301,10 +301,11 @@ class StateKeeper:
             and self._standing is not Standing.COLLECTIVE
         )
 
-    def note(self) -> None:
-        """Note at the end of a step, whose record is known, that the state is whole."""
+    def note(self, surely: bool = False) -> None:
+        """Note at the end of a step, whose record is known, that the state is whole. `surely`:
+        though the last time has cost much."""
         began_s = time.perf_counter()
-        if not self.is_possible or began_s < self._again_s:
+        if not self.is_possible or (began_s < self._again_s and not surely):
             return
         if self._looked_at is not None:
             self._forget()
@@ -362,9 +363,11 @@ class StateKeeper:
             with contextlib.suppress(OSError):
                 keeping_file(self._node, self._peers.local_rank).touch()
 
-    def keep(self, wait_s: float = 0.0, ends: bool = False) -> None:
-        """Keep the state of the last whole step, if there is one, or comes within `wait_s`. `ends`:
-        the process is ended at once, so the state must not change any more."""
+    def keep(self, wait_s: float = 0.0, ends: bool = False) -> bool:
+        """Keep the state of the last whole step, if there is one, or comes within `wait_s`. Return
+        whether this rank has kept it: one of each node does. `ends`: the process is ended at once,
+        so the state must not change any more."""
+        kept = False
         self._show_that_it_keeps()
         with self._at_boundary:
             if self._standing is Standing.CHANGES and wait_s and self._noted is not None:
@@ -375,11 +378,12 @@ class StateKeeper:
                 assert self._noted is not None
                 self._standing = Standing.KEPT
                 try:
-                    self._keep(self._noted)
+                    kept = self._keep(self._noted)
                 except (OSError, StoreError, TypeError, ValueError, RuntimeError) as e:
                     print(f"harness: the state of this node is lost: {e}", flush=True)
             if ends:
                 os._exit(1)
+        return kept
 
     def has_kept(self) -> bool:
         """Return whether this node keeps a state of this run."""
@@ -395,7 +399,7 @@ class StateKeeper:
             return True
         return False
 
-    def _keep(self, noted: Noted) -> None:
+    def _keep(self, noted: Noted) -> bool:
         assert self.folder is not None and self._buffers is not None
         lost = noted.changed() + self._buffers[1].lost()
         if noted.weights != marks_of(self._buffers[1].parameters):
@@ -406,7 +410,7 @@ class StateKeeper:
                 "keeps no state",
                 flush=True,
             )
-            return
+            return False
         for one, groups in zip(self._training.optimizers, noted.options, strict=True):
             for group, options in zip(one.param_groups, groups, strict=True):
                 group.update(options)
@@ -427,6 +431,7 @@ class StateKeeper:
         staged.arrive()
         self._describe(noted.step, staged, plain, path).write(self.folder)
         print(f"harness: kept the state of step {noted.step} in this node's memory", flush=True)
+        return True
 
     def _describe(
         self, step: int, staged: dcp.Staged, plain: dict[str, Any], path: Path

@@ -141,6 +141,16 @@ class SameProcess:
             and not self._training.forgets()
         )
 
+    @property
+    def keeps(self) -> bool:
+        """True if the state can be kept in memory for the next world, on all ranks."""
+        return self._keeper.is_possible
+
+    def keep(self) -> bool:
+        """Keep the state at a step boundary, and return whether this rank has."""
+        self._keeper.note(surely=True)
+        return self._keeper.keep()
+
     def survives(self, error: RuntimeError) -> bool:
         """Hang up and keep the state, if the error says that another rank is lost. Return whether
         the process goes on: if that is sound, and there is a state to go on from."""

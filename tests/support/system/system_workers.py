@@ -18,7 +18,7 @@ from harness.core import batch
 from harness.core import step_records as rec
 from harness.core.world import BadInput, HarnessError, whole_replicas
 from harness.node.heartbeat import WorkerPhase
-from harness.node.marks import Want
+from harness.node.marks import WAITING, Want
 from harness.worker import boundary
 from harness.worker.boundary import BoundaryAction
 from storage.canonical_json import BadObject, canonical, digest
@@ -344,7 +344,7 @@ class Ensemble:
         marks = {rank: w.node.read_mark() for rank, w in self.workers.items()}
         quiet = self.flight is None or self.flight.told
         for mark in marks.values():
-            if quiet or mark.want is not Want.SNAPSHOT:
+            if quiet or mark.want not in WAITING:
                 votes[mark.want] += 1
         interval = self.sim.setting.interval
         since_s = self.sim.kernel.now_s - self.snapshot_s
