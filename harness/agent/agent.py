@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness.agent import flight_recorder, node_state, verdicts
+from harness.agent.beside import Preparation
 from harness.agent.host import EventInbox, Host, WorkerPool
 from harness.agent.node_state import AgentAct, AgentEvent, AgentState, NodePhase, Now
 from harness.agent.run_orders import RunOrders, UnreadableEnd
@@ -131,8 +132,7 @@ class EpochHistory:
     how_far_s: float | None = None  # when to say how far this node, which must leave, has come
     unled: bool = False  # this node leaves since nobody leads the run
     isolated_told: int = -1  # the last generation at which it was said that nobody reaches us
-    # a newcomer: until when its workers may prepare beside others; None: it was not decided
-    prepares_by_s: float | None = None
+    prepares: Preparation | None = None  # beside others, as a newcomer
     # changes of our member once our uploads are done, and when they are published anyway
     ready: dict[str, Any] = field(default_factory=dict)
     settle_until_s: float = 0.0
@@ -501,28 +501,20 @@ class Agent:
         return None
 
     def _is_prepared(self, now: float) -> bool:
-        """Return whether our workers wait for the next generation, at the begin of their loop, or
-        need not: they prepare beside others that train, and whose processes go on, so that nobody
-        waits while our script builds its model."""
-        past, workers = self._past, self._workers
-        if self._node.leaving:
-            return True
-        if past.prepares_by_s is None:
+        """Return whether our workers wait at the begin of their loop, or need not: they prepare
+        beside others that train, if the processes of these go on."""
+        if self._past.prepares is None:
             last, found = self.rendezvous.newest(), self.rendezvous.members()
             here = [m for m in found if m.member in last.members and m.place == self.config.place]
-            past.prepares_by_s = now
             if not any(m.state == "in" and m.stays for m in here):
                 return True
-            past.prepares_by_s = now + self.config.fitness.hang.start_s
-            self._host.say(f"prepares beside generation {last.epoch}, which trains")
-            workers.prepare(last, self._uploads.folder)
-        if workers.at_work() and now < past.prepares_by_s:
-            self.rendezvous.look()  # it and the others prove already that they reach each other
+            most_s = self.config.fitness.hang.start_s
+            self._past.prepares = Preparation(self._workers, self._host.say, now + most_s)
+            self._past.prepares.begin(last, self._uploads.folder)
+        self.rendezvous.look()  # it and the others prove already that they reach each other
+        if not (self._node.leaving or self._past.prepares.is_over(now)):
             return False
-        past.left_s = now
-        if any(worker.code != RESIZE for worker in workers.all) or workers.at_work():
-            self._host.say("its script cannot prepare beside others; it begins with its generation")
-        workers.end(self._part_s(KILL_S))
+        self._past.left_s = now
         return True
 
     def _too_small(self, last: Epoch) -> str:

@@ -2,8 +2,9 @@
 
 Pure. The observations travel in the run's own snapshots (`manifest.data["losses"]`), so every world
 gets them from the snapshot that it resumes from, with or without a controller. A world ended well
-if its last snapshot was made because it ended (`ORDERLY`); if the newest snapshot is any other, the
-world was lost, and its work since then is repeated. docs/SNAPSHOTS.md gives the reasons.
+if its last snapshot was made because it ended (`ORDERLY`); if the newest snapshot is any other, and
+no node has kept a later state, the world was lost, and its work since then is repeated.
+docs/SNAPSHOTS.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -78,15 +79,17 @@ class RunLosses:
     def here(self) -> LossesSeen:
         return self.seen.get(self.place, LossesSeen())
 
-    def resumed(self, data: Any) -> RunLosses:
+    def resumed(self, data: Any, survived: bool = False) -> RunLosses:
         """Return the observations of a new world that resumes from a snapshot. `data`: that of its
-        manifest; from another version or origin it may be anything, and then nothing is known."""
+        manifest; from another version or origin it may be anything, and then nothing is known.
+        `survived`: nodes of the last world have kept a later state, so a snapshot would have saved
+        no work."""
         said = data.get("losses") if isinstance(data, dict) else None
         try:
             then, why, seen = _decoded(said)
         except BadObject:
             return replace(self, seen={})
-        if why not in ORDERLY:
+        if why not in ORDERLY and not survived:
             before = seen.get(then, LossesSeen())
             seen[then] = replace(before, losses=before.losses + 1)
         return replace(self, seen=seen)

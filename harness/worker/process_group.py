@@ -278,6 +278,7 @@ class Peers:
         self.everyone: dist.ProcessGroup | None = None
         self._connections: frozenset[str] = frozenset()  # its own; where /proc shows none, unknown
         self.formed_here = False  # the process group is not the script's
+        self._sums = 0  # of this rank alone
         # this process prepares for the next world: it has no process group yet, and `rank` and
         # `world` are guesses
         self.beside = environ.get(BESIDE) == "1"
@@ -320,6 +321,13 @@ class Peers:
         it then begins anew, with them. Raises SystemExit."""
         if self.beside:
             raise SystemExit(RESIZE)
+
+    def collectives(self) -> int:
+        """Return the number of collectives so far, of the groups of all ranks, and of sums that
+        would have been some if this rank were not alone."""
+        groups: list[Any] = [self.control, dist.group.WORLD if dist.is_initialized() else None]
+        made = sum(one._get_sequence_number_for_group() for one in groups if one is not None)
+        return self._sums + int(made)
 
     def hang_up(self) -> bool:
         """Shut the connections to the other ranks, so that those that wait for this one, and a
@@ -469,6 +477,7 @@ class Peers:
         self.need_world()
         mine = torch.as_tensor(value, dtype=torch.float64).detach().cpu().reshape(1)
         if self.control is None:
+            self._sums += 1
             return float(mine)
         every = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(every, mine, group=self.control)

@@ -19,7 +19,6 @@ import functools
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -44,7 +43,7 @@ from harness.node.marks import Want, keep_pipe
 from harness.worker import boundary, snapshot_timer
 from harness.worker.batches.data_peers import DataPeers
 from harness.worker.batches.feed import Feed, Shrinking, rehearse
-from harness.worker.batches.loader import MicroBatch, Stream, seed_everything
+from harness.worker.batches.loader import MicroBatch, Stream, determine, seed_everything
 from harness.worker.boundary import Boundary
 from harness.worker.gradients.fixed_point import WORDS
 from harness.worker.gradients.parallel import Strategy
@@ -125,7 +124,7 @@ class Session:
         # the ranks that an unchanged script is assumed to be written for; "": not said
         self.said_world = environ.get(SCRIPT_WORLD, "")
         until = int(environ.get("HARNESS_UNTIL_STEP", 1 << 62))  # of `harness runs replay`
-        _determine(peers.device, reduce, o.deterministic)
+        determine(peers.device, reduce, o.deterministic, os.environ)
         if peers.device.type == "cuda":
             torch.cuda.set_device(peers.device)
         seed_everything(o.seed)
@@ -367,9 +366,11 @@ class Session:
             state=state, per_rank=per_rank, after_update=after_update, strategy=strategy,
         )  # fmt: skip
         self._keeper.change()
+        self._same.enter()
         self._work.training.prepare(
             model, optimizers, scheduler, scaler, state or {}, per_rank, after_update, strategy
         )
+        self._same.leave()
         return model
 
     def steps(
@@ -410,13 +411,18 @@ class Session:
             raise BadInput("run.steps(...): wanted either total= (optimizer steps) or epochs=")
         reports = (tokens_per_sample, flops_per_sample)
         data = (dataset, global_batch, micro_batch, shuffle, collate_fn)
-        while True:
-            try:
-                self._same.begin()
-                yield from self._train(data, total, epochs, num_workers, reports, guards)
-                return
-            except WorldOver as over:
-                self._go_on(over.why)
+        first = not self._hands.has_looped
+        self._same.enter()
+        try:
+            while True:
+                try:
+                    self._same.begin(first)
+                    yield from self._train(data, total, epochs, num_workers, reports, guards)
+                    return
+                except WorldOver as over:
+                    self._go_on(over.why)
+        finally:
+            self._same.leave()
 
     def _go_on(self, why: RuntimeError | SystemExit) -> None:
         """Begin in the next world, with the objects of this one. Raises `why` if none comes."""
@@ -751,23 +757,6 @@ def attach(
     )  # fmt: skip
     _attached[:] = [Session(dict(os.environ), options)]
     return _attached[0]
-
-
-def _determine(device: torch.device, reduce: str, asked: bool | None) -> None:
-    """Make torch use deterministic kernels: kernels that add in a varying order would defeat exact
-    sums. `asked`: see `attach(deterministic=...)`."""
-    if asked or (asked is None and reduce != "fast" and device.type == "cuda"):
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # warn_only would leave attention's backward as it is, without determinism
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = False
-    if reduce != "fast":
-        # otherwise the code that torch.compile makes for a shape depends on the shapes before it,
-        # and so on when the process began
-        os.environ.setdefault("TORCH_DYNAMO_AUTOMATIC_DYNAMIC_SHAPES", "0")
-        if (dynamo := sys.modules.get("torch._dynamo.config")) is not None:
-            dynamo.automatic_dynamic_shapes = False  # type: ignore[attr-defined]
 
 
 _attached: list[Session] = []  # the newest session of this process, for `conclude`

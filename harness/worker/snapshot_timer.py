@@ -81,11 +81,11 @@ class Rhythm:
         self._updated_s, self._calm = 0.0, False
         self._due_at_s = -math.inf  # no snapshot is due before; -inf: not computed yet
 
-    def resumed(self, data: Any, where: str = "") -> None:
+    def resumed(self, data: Any, where: str = "", survived: bool = False) -> None:
         """Begin with the measurements in the `data` of the snapshot that this world resumes from;
         None: no snapshot. `where`: size of the world, and store; a pace counts only for the same
-        `where`."""
-        self._losses = self._losses.resumed(data)
+        `where`. `survived`: nodes have kept a later state, which it resumes from instead."""
+        self._losses = self._losses.resumed(data, survived)
         self._began_s, self._due_at_s = self._now(), -math.inf
         self._where, said = where, data.get("pace") if isinstance(data, dict) else None
         if isinstance(said, dict) and said.get("where") == where:

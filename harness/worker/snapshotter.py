@@ -289,7 +289,7 @@ class Snapshotter:
         """Continue from the snapshot that was restored; None: there was none. `kept`: the state
         that was restored instead, which comes after that snapshot."""
         where = f"{self._peers.world} {self._run.url}"
-        self._rhythm.resumed(manifest.data if manifest else None, where)
+        self._rhythm.resumed(manifest.data if manifest else None, where, kept is not None)
         if manifest is not None:
             self.parent = self._saved = manifest.ref
             self._resumed_ref = manifest.ref.name

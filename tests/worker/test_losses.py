@@ -47,6 +47,19 @@ def test_a_world_whose_newest_snapshot_was_no_farewell_was_lost():
     assert rough.here.between_s(1) < 2 * HOUR
 
 
+def test_a_world_whose_state_nodes_have_kept_lost_no_work():
+    data = {"losses": RunLosses("p").to_data("interval", HOUR)}
+    assert RunLosses("p").resumed(data).here.losses == 1
+    assert RunLosses("p").resumed(data, survived=True).here.losses == 0
+    made, now = rhythm()
+    now.s = 100.0
+    made.begin(age_s=60.0)  # a state in memory, behind a snapshot that is a minute old
+    usual_s = made.interval_s()
+    assert usual_s > 70.0 and not made.due(1)
+    now.s += usual_s - 59.0
+    assert made.due(2)
+
+
 def test_places_are_told_apart_and_many_nodes_are_lost_more_often():
     run = next_world(RunLosses("west"), "drain", 8 * HOUR, "east")
     assert run.here == LossesSeen() and run.seen["west"].node_s > 6 * HOUR

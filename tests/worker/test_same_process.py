@@ -13,12 +13,12 @@ from torch import nn
 
 import harness
 from harness.core.facts import SessionStarted
-from harness.core.world import RESIZE
+from harness.core.world import DRAINED, RESIZE
 from harness.node import next_world
 from harness.worker import session
 from harness.worker.process_group import Peers
 from harness.worker.training_state import Training
-from support.worlds import history
+from support.worlds import history, newest
 
 SCRIPT = """
 import hashlib, json, os, pathlib, sys, time, torch, harness
@@ -31,11 +31,15 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
 ema = torch.optim.swa_utils.AveragedModel(model)
 run.prepare(model, optimizer, scheduler=scheduler, state={"ema": ema})
-if sys.argv[3:]:
+if "groups" in sys.argv:
     torch.distributed.new_group()
+if "sums" in sys.argv:
+    assert run.sum(1.0) == run.world
 data = torch.utils.data.TensorDataset(torch.randn(320, 16, generator=torch.Generator().manual_seed(1)))
 with open(folder / "begun", "a") as f:
     f.write(f"{os.getpid()}\\n")
+while (folder / "wait").exists():  # it builds its model
+    time.sleep(0.02)
 for step in run.steps(data, total=100, global_batch=8, micro_batch=2):
     for (x,) in step:
         step.backward((model(x) - 1).square().mean())
@@ -92,8 +96,8 @@ def workers_of(process):
     return [p for p in psutil.Process(process.pid).children(recursive=True) if "rank" in p.name()]
 
 
-@pytest.mark.proof
-def test_a_loss_a_silent_node_and_a_newcomer_find_the_same_processes(nodes):
+def calm_weights(nodes):
+    """The weights of a run that nothing disturbs. Other runs of `nodes` begin anew behind it."""
     calm = Trained(nodes)
     calm.start(0)
     assert nodes.codes() == [0], nodes.logs()
@@ -101,6 +105,12 @@ def test_a_loss_a_silent_node_and_a_newcomer_find_the_same_processes(nodes):
     for name in ("begun", "steps", "weights"):
         (calm.folder / name).unlink()
     nodes.run, nodes.url, nodes.processes = nodes.run.with_name("other"), f"{nodes.url}2", []
+    return weights
+
+
+@pytest.mark.proof
+def test_a_loss_a_silent_node_and_a_newcomer_find_the_same_processes(nodes):
+    weights = calm_weights(nodes)
     told = Trained(nodes)
     found = [told.start() for _ in range(3)]
     first, pids = told.until_world(3)
@@ -140,6 +150,57 @@ def test_a_script_with_process_groups_of_its_own_begins_anew(nodes):
     _, after = told.until_world(2, first)
     assert not pids & after and len(told.begun()) == 4
     assert nodes.codes() == [0, 0], nodes.logs()
+
+
+# ---- newcomers -----------------------------------------------------------------------------------
+@pytest.mark.proof
+def test_a_newcomer_prepares_while_the_others_train(nodes):
+    weights = calm_weights(nodes)
+    told = Trained(nodes)
+    told.start()
+    first, pids = told.until_world(1)
+    (told.folder / "wait").touch()
+    told.start()
+    nodes.until(lambda: len(told.begun()) == 2)
+    (newcomer,) = map(int, set(told.begun()) - set(map(str, pids)))
+    before = len(told.lines())
+    nodes.until(lambda: len(told.lines()) > before + 10)  # nobody waits for it
+    (told.folder / "wait").unlink()
+    _, both = told.until_world(2, first)
+    assert both == pids | {newcomer}, nodes.logs()
+    assert newest(nodes.url) is None  # and nobody has waited for the bucket
+    assert nodes.codes() == [0, 0], nodes.logs()
+    assert (told.folder / "weights").read_text() == weights
+    assert [r.step for r in history(nodes.url)] == list(range(1, 101))
+    steps = [step for *_, step, updated in told.lines() if updated]
+    assert max(steps.count(step) for step in steps) == 2  # none was done again
+
+
+@pytest.mark.proof
+def test_a_script_that_needs_the_others_before_its_loop_begins_with_them(nodes):
+    weights = calm_weights(nodes)
+    told = Trained(nodes, "sums")
+    told.start()
+    first, pids = told.until_world(1)
+    told.start()
+    _, both = told.until_world(2, first)
+    assert not pids & both and "prepares" not in nodes.logs()  # nor do those stay that are there
+    assert nodes.codes() == [0, 0], nodes.logs()
+    assert (told.folder / "weights").read_text() == weights
+
+
+@pytest.mark.proof
+def test_a_newcomer_that_must_leave_does_not_end_its_preparation(nodes):
+    told = Trained(nodes)
+    told.start()
+    told.until_world(1)
+    (told.folder / "wait").touch()
+    second = told.start()
+    nodes.until(lambda: len(told.begun()) == 2)
+    second.terminate()
+    assert second.wait(30) == DRAINED, nodes.logs()
+    assert len({epoch for _, epoch, *_ in told.lines()}) == 1
+    assert nodes.codes() == [0, DRAINED], nodes.logs()
 
 
 # ---- a step that was lost ------------------------------------------------------------------------

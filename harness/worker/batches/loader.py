@@ -212,6 +212,25 @@ def seed_everything(seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
+def determine(
+    device: torch.device, reduce: str, asked: bool | None, environ: MutableMapping[str, str]
+) -> None:
+    """Make torch use deterministic kernels: kernels that add in a varying order would defeat exact
+    sums. `asked`: see `attach(deterministic=...)`; `environ`: of this process."""
+    if asked or (asked is None and reduce != "fast" and device.type == "cuda"):
+        environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # warn_only would leave attention's backward as it is, without determinism
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = False
+    if reduce != "fast":
+        # otherwise the code that torch.compile makes for a shape depends on the shapes before it,
+        # and so on when the process began
+        environ.setdefault("TORCH_DYNAMO_AUTOMATIC_DYNAMIC_SHAPES", "0")
+        if (dynamo := sys.modules.get("torch._dynamo.config")) is not None:
+            dynamo.automatic_dynamic_shapes = False  # type: ignore[attr-defined]
+
+
 class _Keyed(Dataset[Any]):
     """A dataset of (position, index) keys. Random numbers that a sample's transform draws depend on
     (seed, position). Items are (position, index, sample, hash of the sample or None)."""

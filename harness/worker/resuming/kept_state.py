@@ -315,19 +315,15 @@ class StateKeeper:
             first = self._buffers is None or self._buffers[0] is not model
             if self._buffers is None or first:
                 self._buffers = model, ModelBuffers(model)
-            before = self._collectives() if first else 0
+            before = self._peers.collectives() if first else 0
             self._noted = noted(self._training, self._run.step, self._buffers[1])
             # all ranks note the first time, and not always together later
-            together = first and self._collectives() != before
+            together = first and self._peers.collectives() != before
             self._standing = Standing.COLLECTIVE if together else Standing.WHOLE
             self._at_boundary.notify_all()
-        cost_s = time.perf_counter() - began_s
-        self._again_s = began_s + cost_s / SHARE
-
-    def _collectives(self) -> int:
-        """Return the number of collectives so far, of the groups of all ranks."""
-        groups: list[Any] = [self._peers.control, self._peers.everyone]
-        return sum(one._get_sequence_number_for_group() for one in groups if one is not None)
+        if not first:  # the first time sets up what later ones use, and costs far more
+            cost_s = time.perf_counter() - began_s
+            self._again_s = began_s + cost_s / SHARE
 
     def change(self, *_: Any) -> None:
         """Note that the state changes: an optimizer steps next, or other objects are trained."""

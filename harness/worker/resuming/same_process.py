@@ -13,11 +13,12 @@ A newcomer's process does the same before its first world: it runs the script up
 the others train (`Peers.beside`), and waits for the order there. So a join costs them no more than
 that of a process that stays.
 
-A process ends, and is begun anew, where that would not be sound: outside `run.steps`; where ranks
-keep no state; if the script has process groups of its own, which die with the world; if data is a
-stream, whose place only a new reader finds; if the model has buffers that change and are in no
-snapshot; in a later phase of the run; or if there is nothing yet to resume from, since the model no
-longer has the values that it began with.
+A process ends, and is begun anew, where that would not be sound: outside the first `run.steps`, or
+if the script exchanges something with other ranks before it, since a newcomer begins there and
+would find nobody to exchange it with; where ranks keep no state; if the script has process groups
+of its own, which die with the world; if data is a stream, whose place only a new reader finds; if
+the model has buffers that change and are in no snapshot; in a later phase of the run; or if there
+is nothing yet to resume from, since the model no longer has the values that it began with.
 """
 
 from __future__ import annotations
@@ -79,6 +80,11 @@ class SameProcess:
         self._node = Path(mark).parent if mark else None
         self.resumes: RuntimeError | SystemExit | None = None
         self.holds_garbage = False  # of the last world
+        # collectives when the script's own code outside its loops was last entered, and whether
+        # that code has made some: a newcomer would make them alone
+        self._entered_at = peers.collectives()
+        self._needs_others = False
+        self._in_first_loop = True
         # the others wait, and the state is kept: what the script does behind the loss may not last
         self._ends = threading.Timer(REST_S, os._exit, (LOST,))
         self._ends.daemon = True
@@ -123,9 +129,19 @@ class SameProcess:
                 mark = self._node / STAYS
                 mark.touch() if stays else mark.unlink(missing_ok=True)
 
-    def begin(self) -> None:
+    def enter(self) -> None:
+        """Enter the session's code, or a loop, from the script's own code outside its loops."""
+        self._needs_others |= self._peers.collectives() != self._entered_at
+
+    def leave(self) -> None:
+        """Return to the script's own code."""
+        self._entered_at = self._peers.collectives()
+
+    def begin(self, first: bool) -> None:
         """Begin to train; in a process that prepares beside a world, raise WorldOver instead, for
-        it to wait for the next one. Raises SystemExit if that one's process must begin anew."""
+        it to wait for the next one. Raises SystemExit if that one's process must begin anew.
+        `first`: this is the script's first loop."""
+        self._in_first_loop = first
         if self._peers.beside:
             why = SystemExit(RESIZE)
             raise WorldOver(why) if self._can_wait and not c10d._world.pg_map else why
@@ -136,6 +152,8 @@ class SameProcess:
             self._keeper.goes_on
             and self._keeper.is_possible
             and self._peers.formed_here
+            and not self._needs_others
+            and self._in_first_loop
             and not alone.is_hidden()
             and len(c10d._world.pg_map) <= OURS
             and not self._training.forgets()

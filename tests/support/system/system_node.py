@@ -20,7 +20,7 @@ from harness.agent.verdicts import WorkerEnd
 from harness.agent.workers import FORKED_WITHIN_S, AgentConfig, Fitness, Timing, Worlds
 from harness.bucket.layout import NO_EPOCH, Epoch
 from harness.core.facts import Fact, WorkerHung
-from harness.core.world import Offer
+from harness.core.world import RESIZE, Offer
 from harness.node import heartbeat
 from harness.node.marks import Mark, Want
 from harness.node.worker_gpus import NodeHardware
@@ -47,6 +47,9 @@ GRACE_S = 30.0  # of an agent that a signal ends
 EPOCH_S = 1_700_000_000.0  # wall clocks begin here
 IMPORT_S = (2.0, 8.0)  # for the warm process
 FORK_S = (0.1, 1.0)  # for a worker to begin
+PREPARE_S = (1.0, 90.0)  # for a script to come to its loop, beside others
+PREPARED = (RESIZE, RESIZE, RESIZE, 1, None)  # how that ends: it waits, it fails, or it hangs
+STAY = 0.5  # the share of runs whose processes go on
 EXIT_S = (0.2, 2.0)  # from an agent's end until the cloud says that its command has ended
 KILLED = -9
 TIMING = Timing(beat_s=2.0, dead_s=8.0, tick_s=1.0, control_s=2.0, flush_s=5.0, wait_limit_s=1800.0)
@@ -184,10 +187,21 @@ class SimPool:
             worker.forked = True
             self._node.sim.team(worker.epoch).join(worker)
 
-    def prepare(self, beside: Epoch, stage: Path) -> None: ...
+    def prepare(self, beside: Epoch, stage: Path) -> None:
+        sim, rng = self._node.sim, self._node.sim.random(f"beside {self._node.number}")
+        takes_s, code = rng.uniform(*PREPARE_S), rng.choice(PREPARED)
+        self.all = []
+        for i in range(sim.setting.nproc):
+            signs = _SignFile()
+            pulse = heartbeat.WorkerHeartbeat(signs, LIMITS, since_s=sim.kernel.now_s)  # type: ignore[arg-type]
+            worker = SimWorker(self._node, beside, beside.world + i, signs, pulse, forked=True)
+            self.all.append(worker)
+            if code is not None:
+                sim.kernel.after(takes_s, lambda w=worker: w.exit(code))  # type: ignore[misc]
 
     def stay(self) -> bool:
-        return False
+        """Whether they do is the run's own, and the same on all its nodes."""
+        return self.attached() and self._node.sim.random("stays").random() < STAY
 
     def seen(self) -> list[WorkerEnd]:
         return [w.seen() for w in self.all]
