@@ -240,7 +240,6 @@ def test_what_does_not_fit_to_copies_is_said(go, flags, mesh, said):
     ("flags", "said"),
     [
         (("--strategy", "fsdp"), "FSDP of version 1 keeps its shards in flat buffers"),
-        (("--strategy", "deepspeed"), "strategy='deepspeed'): DeepSpeed keeps its shards"),
         (("--odd", "scheduler"), "GradientAccumulationScheduler"),
         (("--odd", "loaders"), "wanted one train dataloader, found 2"),
         (("--odd", "iterator"), "training_step(dataloader_iter)"),

@@ -16,10 +16,11 @@ from harness.core.world import BadInput
 REPLACED = ("auto", "ddp", "single_device")
 REPLACED_CLASSES = ("DDPStrategy", "SingleDeviceStrategy")
 SPLITS = "ModelParallelStrategy"
+ZERO = "DeepSpeedStrategy"
 # what keeps strategies that split a model from being elastic
 STRANGE = {
     "fsdp": "FSDP of version 1 keeps its shards in flat buffers",
-    "deepspeed": "DeepSpeed keeps its shards in buffers of its own",
+    "deepspeed": "of Fabric, no adapter of its engine is built",
 }
 UNKNOWN = "nothing is known of what it communicates"
 LIMITS = (
@@ -45,14 +46,15 @@ OF_WHOLE_MODELS = dict.fromkeys(
 
 
 def check_strategy(strategy: Any, copy_ranks: int, of: str = "Trainer") -> None:
-    """Raise BadInput unless the strategy is plain data parallelism, or splits the model by DTensor
-    over the `copy_ranks` ranks of a copy of it."""
+    """Raise BadInput unless the strategy is plain data parallelism, or splits the model, by DTensor
+    or the Trainer's DeepSpeed, over the `copy_ranks` ranks of a copy of it."""
     if isinstance(strategy, str):
         name, plain = strategy, strategy.startswith(REPLACED)
     else:
         name = "auto" if strategy is None else type(strategy).__name__
         plain = strategy is None or name in REPLACED_CLASSES
-    splits = any(kind.__name__ == SPLITS for kind in type(strategy).__mro__)
+    known = (SPLITS, ZERO) if of == "Trainer" else (SPLITS,)
+    splits = any(kind.__name__ in known for kind in type(strategy).__mro__)
     if splits and copy_ranks == 1:
         raise BadInput(
             f"{of}(strategy={name}(...)) splits the model over several ranks, and here each rank "
@@ -61,7 +63,7 @@ def check_strategy(strategy: Any, copy_ranks: int, of: str = "Trainer") -> None:
     if plain and copy_ranks > 1:
         raise BadInput(
             f"{copy_ranks} ranks shall share a copy of the model, but {of}(strategy={name!r}) "
-            f"splits none; use {SPLITS}, or leave out --mesh"
+            f"splits none; use {' or '.join(known)}, or leave out --mesh"
         )
     if not (plain or splits):
         why = next((said for how, said in STRANGE.items() if how in name.lower()), UNKNOWN)

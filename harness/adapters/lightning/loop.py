@@ -204,19 +204,9 @@ class LightningSteps:
         if fit_loop._combined_loader is None or not fit_loop.max_batches:
             return  # nothing will be trained
         check_fit(trainer, self.micro_batches)
-        check_split(trainer.lightning_module, self._parts)
         assert self.loader is not None and self.state is not None
-        module = trainer.lightning_module
-        self._unused = UnusedParameters(self.run, module)
         self.logs = StepLogs(trainer, self.run, self.accumulation, self.first_copies)
-        self.run.prepare(
-            module,
-            list(trainer.optimizers),
-            scaler=None,
-            state={"lightning": self.state, "metrics": self.logs},
-            per_rank={"metrics"},
-            strategy=copies_of(self.run, module, deferred=False),
-        )
+        self._prepare({"lightning": self.state, "metrics": self.logs})
         with self.together():
             self.loop = own_loop(
                 self.run,
@@ -239,6 +229,19 @@ class LightningSteps:
         self.loader.share_out(shared, self.micro_batches, begins)
         iter(fit_loop._data_fetcher)
         self._say()
+
+    def _prepare(self, state: dict[str, Any]) -> None:
+        """Prepare what the trainer trains. Raises BadInput."""
+        trainer, model = self.trainer, self.trainer.lightning_module
+        optimizers, engine = list(trainer.optimizers), trainer.strategy.harness_engine()
+        if engine is None:
+            check_split(model, self._parts)
+            self._unused = UnusedParameters(self.run, model)
+            strategy = copies_of(self.run, model, deferred=False)
+        else:
+            self._unused = None
+            model, optimizers, strategy = engine.model, engine.optimizer, engine.strategy
+        self.run.prepare(model, optimizers, state=state, per_rank={"metrics"}, strategy=strategy)
 
     def _shared(self) -> SharedLoader:
         assert self.loader is not None and self.loop is not None

@@ -103,22 +103,23 @@ def of_all_parts(loader: Any, parts: int) -> Any:
 
 
 def fit_to_copy(strategy: Any, run: Session) -> None:
-    """Set the sizes of a ModelParallelStrategy to those of a copy of the model. Raises BadInput."""
-    mesh = told_mesh() or ModelMesh(tp=run.replica_ranks)
-    asked = strategy._tensor_parallel_size
+    """Set the sizes of a strategy that splits a model to those of a copy of it. Raises
+    BadInput."""
+    asked = getattr(strategy, "_tensor_parallel_size", 1)  # DeepSpeedStrategy has none
+    mesh = told_mesh() or ModelMesh(**{"dp_shard" if asked == 1 else "tp": run.replica_ranks})
     if mesh.copy_ranks != mesh.dp_shard * mesh.tp or asked not in ("auto", mesh.tp):
         tensor = mesh.tp if asked == "auto" else int(asked)
         raise BadInput(
-            f"the mesh {mesh} with ModelParallelStrategy(tensor_parallel_size={asked!r}), which "
-            f"knows dp_shard and tp: wanted --mesh dp_shard={run.replica_ranks // tensor},"
-            f"tp={tensor}"
+            f"the mesh {mesh} with {type(strategy).__name__} and tensor_parallel_size={asked!r}: "
+            f"wanted --mesh dp_shard={run.replica_ranks // tensor},tp={tensor}"
         )
     strategy._data_parallel_size, strategy._tensor_parallel_size = mesh.dp_shard, mesh.tp
 
 
 class OneOfCopy:
-    """A mixin over the ModelParallelStrategy of the Trainer or of Fabric. The world has the ranks
-    of one copy of the model. Files see all ranks, and only the first copy writes."""
+    """A mixin over the ModelParallelStrategy of the Trainer or of Fabric, or the Trainer's
+    DeepSpeedStrategy. The world has the ranks of one copy of the model. Files see all ranks, and
+    only the first copy writes."""
 
     harness_run: Session
     _data_parallel_size: int

@@ -92,6 +92,8 @@ def _connector(copy: LightningCopy) -> Callable[[Any], Any]:
                     original(self, *args, **kwargs)
                     return
                 copy.check()
+                if isinstance(strategy, str) and strategy.startswith("deepspeed"):
+                    strategy = copy.part("strategies").StrategyRegistry.get(strategy)
                 check_strategy(strategy, run.replica_ranks)
                 elastic = make_strategy(run, copy, strategy)
                 _take_over(elastic, strategy)

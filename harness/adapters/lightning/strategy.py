@@ -8,11 +8,14 @@ one device, or from the script's that splits the model.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from harness.adapters.deepspeed_copies import EngineOfCopy
+from harness.adapters.lightning.limits import ZERO
 from harness.adapters.lightning.loop import LightningCopy, LightningSteps
 from harness.adapters.lightning.parts import OneOfCopy, elastic_like
 from harness.worker.session import Session
@@ -25,6 +28,10 @@ class Fitting:
     """A mixin over a strategy, whose `harness_steps` receives the events of the training."""
 
     harness_steps: LightningSteps
+
+    def harness_engine(self) -> EngineOfCopy | None:
+        """Return the engine that trains the model of a fit, or None if Lightning does."""
+        return None
 
     # ---- agreement between ranks -----------------------------------------------------------------
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -124,7 +131,7 @@ class OneOfMany(Fitting):
 
 
 class OneOfTrainersCopy(OneOfCopy, Fitting):
-    """A mixin over the Trainer's ModelParallelStrategy."""
+    """A mixin over the Trainer's strategies that split a model."""
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return the first copy's decision."""
@@ -149,7 +156,7 @@ class OneOfTrainersCopy(OneOfCopy, Fitting):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights; for a snapshot, which stores them by itself, not gathered."""
         if self._in_snapshot:
-            return dict(self.model.state_dict())  # type: ignore[attr-defined]
+            return dict(self.lightning_module.state_dict())  # type: ignore[attr-defined]
         return super().lightning_module_state_dict()  # type: ignore[misc, no-any-return]
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -158,11 +165,49 @@ class OneOfTrainersCopy(OneOfCopy, Fitting):
         return super().optimizer_state(optimizer)  # type: ignore[misc, no-any-return]
 
 
+class OneOfZeroCopy(OneOfTrainersCopy):
+    """A mixin over DeepSpeedStrategy, whose engine spans the ranks of a copy of the model."""
+
+    config: dict[str, Any]
+    model: Any
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """Return False: the engine is told in which micro-batch a step ends, so the last step of an
+        epoch may be short."""
+        return False
+
+    def block_backward_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Block nothing, since the engine reduces when it is told to."""
+        return contextlib.nullcontext()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        ranks = self.harness_run.replica_ranks
+        return {"num_replicas": ranks, "rank": self.harness_run.rank % ranks}
+
+    def _configure_launcher(self) -> None:
+        """Leave this copy's ranks to the node agents, which have started them."""
+
+    def _set_node_environment_variables(self) -> None:
+        """Leave the variables alone: they tell of this copy's ranks already."""
+
+    def _format_batch_size_and_grad_accum_config(self) -> None:
+        """Tell the engine the script's accumulation, by which it divides losses, instead of the
+        micro-batches of a step."""
+        super()._format_batch_size_and_grad_accum_config()  # type: ignore[misc]
+        self.config["gradient_accumulation_steps"] = self.harness_steps.accumulation
+
+    def harness_engine(self) -> EngineOfCopy:
+        """Take over the engine, for a fit. Raises BadInput."""
+        return EngineOfCopy(self.harness_run, self.model, "Trainer(strategy=DeepSpeedStrategy())")
+
 def make_strategy(run: Session, copy: LightningCopy, theirs: Any = None) -> Any:
     """Return an elastic strategy for a Trainer of this copy of Lightning. `theirs`: the script's,
     which splits the model if ranks share a copy of it. Raises BadInput."""
     if run.replica_ranks > 1:
-        elastic = elastic_like(theirs, OneOfTrainersCopy, run)
+        zero = any(kind.__name__ == ZERO for kind in type(theirs).__mro__)
+        elastic = elastic_like(theirs, OneOfZeroCopy if zero else OneOfTrainersCopy, run)
         elastic.harness_steps = LightningSteps(run, copy)
         return elastic
     base = copy.part("strategies").SingleDeviceStrategy

@@ -33,11 +33,15 @@ p.add_argument("--shuffle", action="store_true")
 p.add_argument("--strategy", default="auto")
 p.add_argument("--rate", type=float, default=1e-2)
 p.add_argument("--split", action="store_true", help="a model on two ranks, by FSDP2")
+p.add_argument("--zero", type=int, default=0, help="a model on two ranks, by DeepSpeed's ZeRO")
+p.add_argument("--zero-options", default="{}", help="as JSON")
 p.add_argument("--odd", default="", help="something that cannot be made elastic")
 p.add_argument("--folder", default=os.environ.get("EVENTS", "."))
 a = p.parse_args()
 L = importlib.import_module(a.package)
+strategies = importlib.import_module(f"{a.package}.strategies")
 Path(a.folder).mkdir(exist_ok=True)
+of_two = a.split or a.zero > 0  # one model on two ranks
 
 
 class Net(L.LightningModule):
@@ -70,7 +74,7 @@ class Net(L.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
-        self.log("val_loss", nn.functional.mse_loss(self.net(x), y), sync_dist=a.split)
+        self.log("val_loss", nn.functional.mse_loss(self.net(x), y), sync_dist=of_two)
 
     def configure_optimizers(self):
         if a.odd == "lbfgs":
@@ -82,6 +86,18 @@ class Net(L.LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
         }
+
+
+class ZeroOnCpu(strategies.DeepSpeedStrategy):
+    """Lightning's own, which wants GPUs."""
+
+    def setup_environment(self):
+        self.accelerator.setup_device(self.root_device)
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+        deepspeed = importlib.import_module("deepspeed")
+        made = deepspeed.initialize
+        deepspeed.initialize = lambda args=None, **how: made(**how)  # args name a GPU
 
 
 class Greedy(Net):
@@ -162,7 +178,16 @@ class Events(L.Callback):
 
 
 def total(tensor):
+    if a.zero == 3:
+        with importlib.import_module("deepspeed").zero.GatheredParameters(tensor):
+            return tensor.double().sum()
     return (tensor.full_tensor() if a.split else tensor).double().sum()
+
+
+def strategy():
+    if a.zero:
+        return ZeroOnCpu(stage=a.zero, **json.loads(a.zero_options))
+    return strategies.ModelParallelStrategy(2, 1) if a.split else a.strategy
 
 
 L.seed_everything(7)
@@ -172,15 +197,14 @@ y = x.sum(1, keepdim=True) + 0.1 * torch.randn(a.samples, 1, generator=made)
 train = DataLoader(TensorDataset(x, y), batch_size=a.batch, shuffle=a.shuffle)
 val = DataLoader(TensorDataset(x[:16], y[:16]), batch_size=8)
 callbacks = importlib.import_module(f"{a.package}.callbacks")
-strategies = importlib.import_module(f"{a.package}.strategies")
 loggers = importlib.import_module(f"{a.package}.loggers")
 model = {"iterator": Greedy, "manual": Two}.get(a.odd, Net)()
 if a.odd == "loaders":
     train = [train, train]
 trainer = L.Trainer(
     accelerator="cpu",
-    devices=2 if a.split else "auto",
-    strategy=strategies.ModelParallelStrategy(2, 1) if a.split else a.strategy,
+    devices=2 if of_two else "auto",
+    strategy=strategy(),
     max_epochs=a.epochs,
     max_steps=a.max_steps,
     accumulate_grad_batches=1 if a.odd in ("scheduler", "manual") else a.accumulate,
@@ -201,7 +225,7 @@ trainer = L.Trainer(
 begun = threading.enumerate()
 trainer.fit(model, train, val)
 ended = {
-    "weights": [float(total(p.detach())) for p in model.parameters()],
+    "weights": [float(total(p).detach()) for p in model.parameters()],
     "steps": trainer.global_step,
     "best": float(trainer.checkpoint_callback.best_model_score),
     "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
