@@ -30,9 +30,9 @@ class Dealt:
 
 
 class TrainLoader:
-    """The loader that Lightning iterates instead of the script's. It has the same interface.
-    `parts`: the ranks of a copy of the model that each read a part of a micro-batch; `loader` then
-    has the batches of all.
+    """The loader that Lightning iterates instead of the script's, and the iterator over its present
+    epoch. It has the same interface. `parts`: the ranks of a copy of the model that each read a
+    part of a micro-batch; `loader` then has the batches of all.
 
     `batches`: number per epoch, as Lightning limits it; infinite if unknown. `dealt`: micro-batches
     that were given to Lightning and have not reached its loop, which may fetch one ahead. `sample`:
@@ -48,6 +48,12 @@ class TrainLoader:
         self.dealt: deque[Dealt] = deque()
         self.sample: Any = None
         self.drawn: rng_state.State | None = rng_state.generators_state()
+        self._walk: Iterator[Any] = iter(())
+
+    def __deepcopy__(self, memo: Any) -> TrainLoader:
+        """Return itself: a script may copy a trainer, which leads to it, and batches are dealt
+        once."""
+        return self
 
     def share_out(self, shared: SharedLoader, micro_batches: int, begins: int = 0) -> None:
         """Begin to deal the shares. `begins`: batches of the first epoch that are already done."""
@@ -70,6 +76,14 @@ class TrainLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def __iter__(self) -> Iterator[Any]:
+        self._walk = self._deal()
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._walk)
+
+    def _deal(self) -> Iterator[Any]:
+        """Yield this rank's batches of an epoch, and a placeholder for each of the others."""
         # Lightning begins an iteration once before it is known which rank reads what
         if self.shared is None:
             return

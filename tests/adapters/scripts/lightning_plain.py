@@ -139,7 +139,8 @@ class Events(L.Callback):
 
     def on_fit_start(self, trainer, module):
         self.fits += 1
-        if not a.split:  # FSDP2 refuses it
+        self.trainer = trainer  # as progress bars have it
+        if not of_two:  # FSDP2 and DeepSpeed refuse it
             copy.deepcopy(trainer.callbacks)  # as tools that look at a trainer do
 
     def say(self, trainer, what):
