@@ -198,10 +198,13 @@ def replacing(policy: Policy, *, settle_s: float = 60.0, grace_s: float = 300.0)
             settled = sum(node.been_up_s(view.now_s) >= settle_s for node in sure)
             if settled >= view.max_nodes:
                 return Terminate(view.doubted[0], "its replacement is there", grace_s)
-        for node in sure if view.standing_in else ():
-            old = view.standing_in.get(node.attempt)
-            if old is not None and node.been_up_s(view.now_s) >= settle_s:
-                return Terminate(old, "its replacement is there", grace_s)
+        replaced = [
+            view.standing_in[node.attempt]
+            for node in (sure if view.standing_in else ())
+            if node.attempt in view.standing_in and node.been_up_s(view.now_s) >= settle_s
+        ]
+        if replaced:
+            return Terminate(replaced[0], "its replacement is there", grace_s, tuple(replaced[1:]))
         most, crowded = view.max_nodes + len(view.doubted) + len(view.standing_in), []
         if len(view.alive) > most:
             there = Counter(node.offer.place for node in view.alive)

@@ -199,11 +199,15 @@ class FleetHours:
     kept: float
     lost: float
 
-    def safe(self, share: float, strikes: float, idle: float) -> bool:
+    def safe(self, share: float, spot: int, strikes: float, idle: float) -> bool:
         """Return whether the rest can still be done on demand in time if `share` of the fleet is
-        missing, or lost at once, after `strikes` strikes that lose the newest work. `idle`: hours
-        of the whole fleet until all that was asked for is at work."""
-        return self.time - self.work - idle >= share * self.kept + strikes * self.lost
+        missing, or lost: at once, or one by one until it is replaced. Each loss of one of the
+        `spot` nodes takes the newest work of all, but no work twice. `strikes`: losses in a row
+        that are expected at most; `idle`: hours of the whole fleet until all that was asked for is
+        at work."""
+        one_by_one = share * self.kept + spot * self.lost
+        of_all = self.kept + max(1.0, strikes) * self.lost
+        return self.time - self.work - idle >= min(one_by_one, of_all)
 
 
 @dataclass(frozen=True)
@@ -250,7 +254,8 @@ class FleetCase:
         spot = [o for o in room if o.spot and (not dear or self._pays(o, dear[0]))]
         replaced = self._replaced()
         rented, most = len(self.rented), self.most
-        missing = most - (rented + len(self.bought) - len(replaced))
+        # those on demand that begin beside spot are more than the fleet needs
+        missing = max(0, most - (rented + len(self.bought) - len(replaced)))
         if done := self._settled():
             return done
         if cheaper_later := self._for_price():
@@ -306,12 +311,14 @@ class FleetCase:
         first, *others = (node.attempt for node in self.rented)
         return Terminate(first, CHEAPER_LATER, GRACE_S, tuple(others))
 
-    def _safe(self, nodes: int) -> bool:
-        """Return `FleetHours.safe` for `nodes` nodes that are on spot or missing."""
+    def _safe(self, nodes: int, backed: int = 0) -> bool:
+        """Return `FleetHours.safe` for `nodes` nodes that are on spot or missing. `backed`: nodes
+        on spot besides, whose replacements begin."""
         at_once = self._at_once(USUAL_AT_ONCE)
         begin = self._loss_per_h * self.most / at_once * self.hours.begin
-        strikes = min(nodes / at_once, begin + 2 * math.sqrt(begin))
-        return self.hours.safe(nodes / self.most, max(1.0, strikes), self._idle_h)
+        spot = nodes + backed
+        strikes = min(spot / at_once, begin + 2 * math.sqrt(begin))
+        return self.hours.safe(nodes / self.most, spot, strikes, self._idle_h)
 
     @functools.cached_property
     def _idle_h(self) -> float:
@@ -371,10 +378,11 @@ class FleetCase:
         with it; None if there is none."""
         if not self.hours.lost:
             return None
-        # a node that is backed by one on demand costs no time when it is lost
+        # a node that is backed by one on demand takes work along, and needs no other begin
         backed = {*self.view.standing_in, *self.view.standing_in.values()}
         alone = [node for node in self.rented if node.attempt not in backed]
-        return alone[0] if alone and not self._safe(len(alone)) else None
+        others = len(self.rented) - len(alone)
+        return alone[0] if alone and not self._safe(len(alone), others) else None
 
     def _may_go(self) -> bool:
         """Return whether spot alone will be in time, at less cost."""

@@ -118,8 +118,11 @@ class _QuickMarket:
         tally, alive = self.tally, tuple(self.fleet.nodes.values())
         offers = self.fleet.offers()
         self.prices.see(now, offers)
-        if self.prices.known is not self.knows.prices:
-            self.knows = dataclasses.replace(self.knows, prices=self.prices.known)
+        prices, uncommitted = self.prices.known, self.fleet.uncommitted_steps
+        if prices is not self.knows.prices or uncommitted != self.knows.uncommitted_steps:
+            self.knows = dataclasses.replace(
+                self.knows, prices=prices, uncommitted_steps=uncommitted
+            )
         spent = sum((now - (n.up_s or 0.0)) / 3600 * n.offer.usd_per_h for n in alive)
         return View(
             now_s=now,
@@ -192,6 +195,6 @@ class _QuickMarket:
             for attempt in list(fleet.nodes):
                 self._end(fleet.end(attempt, done_s), done_s, "finished")
         for attempt in fleet.too_many():
-            self._end(fleet.take(attempt, tally.committed), fleet.now_s, "preempted")
+            self._end(fleet.take(attempt), fleet.now_s, "preempted")
         if (step := fleet.steps()) > tally.committed:
             tally.committed, tally.progress_s = step, fleet.now_s

@@ -3,8 +3,8 @@
 The mechanics of every replay, `market_replay.py` and `fast_replay.py`. Time passes in the market's
 ticks. A node is given if its zone has room, is billed from then on at the price of each tick, for
 at least a minute as clouds do, and trains `changeover_s` later. At a tick's beginning the nodes for
-which their zone has no more room are taken, the newest first. With `lost_s` a node that was
-training takes that much work of all with it, as far as it is not committed.
+which their zone has no more room are taken, the newest first. With `lost_s` the newest work of all,
+of so many seconds, is in no snapshot yet, and is lost whenever nodes that were training are taken.
 
 As in a real run, nodes train together if they reach each other, that is in one place: where the
 last world was, for as long as one of its nodes remains. While one node replaces another there may
@@ -227,6 +227,7 @@ class MarketFleet:
             changeover_s=job.changeover_s,
             look_s=self.tick_s,
             lost_s=job.lost_s,
+            uncommitted_steps=self.uncommitted_steps,
             move_usd=job.move_usd,
             moves={} if job.one_place else {(a, b): usd for a, b, usd in job.moves},
             deadline_s=job.deadline_h * 3600,
@@ -306,20 +307,16 @@ class MarketFleet:
                 found += sorted(there)[room:][::-1]
         return found
 
-    def take(self, attempt: int, committed: int) -> Node | None:
-        """Preempt a node, after `committed` committed steps, and return it as it was; None if it is
-        gone."""
+    def take(self, attempt: int) -> Node | None:
+        """Preempt a node, and return it as it was; None if it is gone."""
         node, training, bill = self.nodes.get(attempt), self._training, self.bill
         if node is None:
             return None
         if attempt not in training.begins_s and node.offer.place == training.home:
-            world = min(training.at_work[training.home], self.job.nodes[1])
-            kept, saved = committed * self.job.work / self.job.total_steps, self._saved
-            if saved.misses(self.job.unnoticed):
-                bill.work = max(kept, saved.work)
-            else:
-                bill.work = max(kept, bill.work - self.job.lost_s * world)
-                saved.at_s, saved.work = self.now_s, bill.work  # a notice leaves time for it
+            saved = self._saved
+            if not saved.misses(self.job.unnoticed):  # a notice leaves time for a snapshot
+                self._save()
+            bill.work = saved.work
             self._pause(attempt)
         bill.losses += 1
         return self.end(attempt, self.now_s, taken=True)
@@ -330,11 +327,25 @@ class MarketFleet:
         if bill.done_s is not None:
             return job.total_steps
         if self.now_s - saved.at_s >= job.snapshot_s - 1e-6:
-            saved.at_s, saved.work = self.now_s, bill.work
-        # the epsilon corrects rounding: sums of seconds may make a finished step lack a billionth
-        return int(job.total_steps * saved.work / job.work + 1e-9)
+            self._save()
+        return self._steps_of(saved.work)
+
+    @property
+    def uncommitted_steps(self) -> int:
+        """Number of steps that are done, but in no snapshot yet."""
+        return self._steps_of(self.bill.work) - self._steps_of(self._saved.work)
 
     # ---- one tick --------------------------------------------------------------------------------
+    def _save(self) -> None:
+        """Make a snapshot. The newest `lost_s` of the world's work are not in it."""
+        world = min(self._training.at_work[self._training.home], self.job.nodes[1])
+        saved_work = self.bill.work - self.job.lost_s * world
+        self._saved.at_s, self._saved.work = self.now_s, max(self._saved.work, saved_work)
+
+    def _steps_of(self, work: float) -> int:
+        # the epsilon corrects rounding: sums of seconds may make a finished step lack a billionth
+        return int(self.job.total_steps * work / self.job.work + 1e-9)
+
     def _pause(self, without: int) -> None:
         """Pause the nodes that trained with a node that is taken."""
         training, until_s = self._training, self.now_s + self.job.pause_s

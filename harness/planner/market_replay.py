@@ -198,7 +198,7 @@ class MarketReplay:
                 done_s = fleet.bill.done_s
                 self._gone(fleet.end(attempt, done_s), FINISHED, "exited", done_s)
         for attempt in fleet.too_many():
-            self._gone(fleet.take(attempt, self._committed), None, "preempted")
+            self._gone(fleet.take(attempt), None, "preempted")
         self._commit(fleet.steps())
 
     @property

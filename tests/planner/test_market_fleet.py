@@ -69,14 +69,34 @@ def test_the_newest_are_taken_where_there_is_no_room_and_take_work_along():
     for _ in range(3):
         assert fleet.too_many() == []
         fleet.work()
+        fleet.steps()
     assert fleet.too_many() == [3, 2]
     assert fleet.bill.work == 3 * 1200
-    fleet.take(3, committed=0)
+    fleet.take(3)
     assert fleet.bill.work == 3600 - 3 * 60
-    fleet.take(2, committed=fleet.job.total_steps)  # what is committed is not lost
-    assert fleet.bill.work == fleet.job.work
+    fleet.take(2)  # at the same moment: the work of both is lost already
+    assert fleet.bill.work == 3600 - 3 * 60
     assert fleet.bill.losses == 2 and [span[3] for span in fleet.spans] == [True, True]
-    assert list(fleet.nodes) == [1] and fleet.take(9, 0) is None
+    assert list(fleet.nodes) == [1] and fleet.take(9) is None
+
+
+def test_a_loss_takes_the_work_of_as_many_ticks_as_was_said_and_none_twice():
+    fleet = fleet_of(zone("a", [2] * 30), work_h=5.0, nodes=(1, 2), lost_s=1500.0)
+    launch(fleet, "a", "a")
+
+    def after(ticks: int) -> tuple[float, int, int]:
+        for _ in range(ticks):
+            fleet.work()
+            committed = fleet.steps()
+        return fleet.bill.work, committed, fleet.uncommitted_steps
+
+    # a step takes both nodes a minute; they begin for a tick and work for eight of ten steps
+    assert after(9) == (8 * 1200, 55, 25)
+    fleet.take(2)
+    assert fleet.bill.work == 5.5 * 1200
+    assert after(1)[0] == 5.5 * 1200 + 600
+    fleet.take(1)  # a tick later: the work since then
+    assert fleet.bill.work == 5.5 * 1200
 
 
 def test_nodes_train_in_one_place_and_no_more_than_the_job_may_have():

@@ -189,13 +189,13 @@ def after(fleet: MarketFleet, ticks: int) -> float:
 def test_a_loss_without_notice_takes_all_since_the_newest_snapshot():
     fleet = fleet_of(snapshot_s=3600.0, unnoticed=1.0)
     assert after(fleet, 9) == pytest.approx(3.0)  # a snapshot after an hour, and half an hour more
-    fleet.take(1, committed=0)
+    fleet.take(1)
     assert fleet.bill.work / 3600 == pytest.approx(2.0)
     fleet = fleet_of(snapshot_s=3600.0, unnoticed=0.5)
     after(fleet, 9)
-    fleet.take(1, committed=0)  # this one without, the next one with a notice
+    fleet.take(1)  # this one without, the next one with a notice
     assert after(fleet, 1) == pytest.approx(2.0 + 1 / 6)
-    fleet.take(2, committed=0)
+    fleet.take(2)
     assert fleet.bill.work / 3600 == pytest.approx(2.0 + 1 / 6)
 
 
@@ -203,7 +203,7 @@ def test_the_others_stand_still_when_one_is_taken():
     still, going = fleet_of(pause_s=300.0), fleet_of()
     for fleet in (still, going):
         after(fleet, 3)
-        fleet.take(1, committed=0)
+        fleet.take(1)
     assert after(going, 1) - after(still, 1) == pytest.approx(300 / 3600)
     assert after(going, 1) - after(still, 1) == pytest.approx(300 / 3600), "once"
 

@@ -151,6 +151,20 @@ def test_a_fleet_that_has_begun_on_spot_is_not_bought_a_second_time():
     assert (found.launches, found.on_demand_h, found.missed) == (16, 0.0, False)
 
 
+@pytest.mark.parametrize("lost_s", [600.0, 1200.0])
+def test_a_fleet_is_in_time_though_each_loss_takes_work_of_many_ticks(lost_s):
+    """Where nodes are taken in every fourth tick, some or all of them, and come back at once."""
+    spot_h = 0.0
+    for seed in range(50, 60):
+        rng = np.random.default_rng(seed)
+        taken = (rng.random(300) < 0.25) * rng.integers(1, 17, 300)
+        job = ReplayJob(5.0, (5.8, 6.5)[seed % 2], (1, 16), 600.0, lost_s=lost_s)
+        found = play([ZoneTrace("a", 300.0, 16 - taken)], 0, job, deadline)
+        assert not found.missed, seed
+        spot_h += found.spot_h
+    assert spot_h > 50
+
+
 def test_every_decision_of_a_window_is_explained():
     """In the order of time, with what was there, and as often as it was made."""
     ticks = np.arange(400)
