@@ -326,8 +326,8 @@ class Peers:
         """Return the number of collectives so far, of the groups of all ranks, and of sums that
         would have been some if this rank were not alone."""
         groups: list[Any] = [self.control, dist.group.WORLD if dist.is_initialized() else None]
-        made = sum(one._get_sequence_number_for_group() for one in groups if one is not None)
-        return self._sums + int(made)
+        backends = [g._get_backend(kind) for g in groups if g for kind in g._device_types]
+        return self._sums + sum(int(one._get_sequence_number_for_group()) for one in backends)
 
     def hang_up(self) -> bool:
         """Shut the connections to the other ranks, so that those that wait for this one, and a
