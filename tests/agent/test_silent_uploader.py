@@ -27,9 +27,12 @@ def uploader_of(agent: int) -> int:
         except psutil.Error:  # it has just ended
             return []
 
-    children = psutil.Process(agent).children()
-    [found] = [p.pid for p in children if "harness.uploader.handoff" in words(p)]
-    return found
+    def found() -> list[int]:
+        children = psutil.Process(agent).children()
+        return [p.pid for p in children if "harness.uploader.handoff" in words(p)]
+
+    [one] = until(found, "an uploader")  # one that has ended has a successor soon
+    return one
 
 
 @pytest.mark.parametrize("noticed", [False, True], ids=["training", "notice"])
