@@ -106,7 +106,8 @@ def test_survivors_and_a_newcomer_take_the_state_from_memory(
     assert sorted(it.codes()) == sorted([-9 if how == "killed" else 33, *[0] * count]), it.logs()
     resumed = [s for s in it.facts(SessionStarted) if s.resumed_step]
     assert len(resumed) >= 2 and all(s.read_nbytes.keys() <= {"memory", "peer"} for s in resumed)
-    assert resumed[-1].read_nbytes["peer"]  # the newcomer's
+    # the newcomer's, from its peers' stages or from what they kept
+    assert resumed[-1].read_nbytes.get("peer") or resumed[-1].tier == "survivors"
     assert not counted.read()
     same_training(it.url, whole)
     assert audit(open_store(it.url)).ok
