@@ -202,6 +202,7 @@ class OneOfZeroCopy(OneOfTrainersCopy):
         """Take over the engine, for a fit. Raises BadInput."""
         return EngineOfCopy(self.harness_run, self.model, "Trainer(strategy=DeepSpeedStrategy())")
 
+
 def make_strategy(run: Session, copy: LightningCopy, theirs: Any = None) -> Any:
     """Return an elastic strategy for a Trainer of this copy of Lightning. `theirs`: the script's,
     which splits the model if ranks share a copy of it. Raises BadInput."""
