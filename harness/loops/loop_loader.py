@@ -42,6 +42,7 @@ from harness.worker.batches.loader import (
     seed_everything,
     to_device,
 )
+from harness.worker.resuming.same_process import WorldOver
 from harness.worker.step import OpenStep, Work
 from harness.worker.step_timing import DATA, FORWARD
 from harness.worker.votes import HalfSteps
@@ -195,6 +196,16 @@ class LoaderStep(OpenStep):
         w.timer.enter(FORWARD)
         return data
 
+    @property
+    def ends(self) -> bool:
+        """True if this rank's micro-batches of this phase are done, and none is to be repeated.
+        False too if this step is lost, which the next world does again."""
+        try:
+            return self.lost is None and self.complete and not self.repeats()
+        except RuntimeError as e:
+            self._lose(e)
+            return False
+
     def repeats(self) -> bool:
         """Return, after the last micro-batch and on all ranks, whether all must be repeated."""
         if self._repeats is None:
@@ -209,13 +220,43 @@ class LoaderStep(OpenStep):
     def again(self) -> Iterator[Any]:
         """Yield this step's micro-batches again, for its next phase, after `sync`: see
         `Step.again`. Raises BadInput."""
+        self._refuse_lost()
         self._next_phase()
         self._phase.tokens_weighted = True
-        repeat = True
-        while repeat:
+        try:
+            repeat = True
+            while repeat:
+                for i, (_, keys) in enumerate(self.cut.given):
+                    yield self.take_up(i, self._reader.read(keys), first=False)
+                    if self.lost is not None:
+                        return
+                repeat = self.repeats()
+        except RuntimeError as e:
+            self._lose(e)
+
+    def micros(self, first: MicroBatch, others: Iterator[MicroBatch]) -> Iterator[Any]:
+        """Yield the data of this rank's micro-batches, `first` and those that follow, as often as
+        all ranks must do them. Raises BadInput."""
+        fresh = True
+        while fresh or self.repeats():
             for i, (_, keys) in enumerate(self.cut.given):
-                yield self.take_up(i, self._reader.read(keys), first=False)
-            repeat = self.repeats()
+                batch = first
+                if not fresh:
+                    batch = self._reader.read(keys)
+                elif i:
+                    self._work.timer.enter(DATA)
+                    batch = next(others)
+                yield self.take_up(i, batch, fresh)
+                if self.lost is not None:
+                    return
+                if not self.went_backward:
+                    raise BadInput(
+                        f"step {self.number}: wanted loader.step.backward(loss) for each "
+                        "micro-batch, found none for this one"
+                    )
+            fresh = False
+            if self.updated:
+                return
 
     def sync(self, clip_norm: float | None = None, *, of: Any = None) -> torch.Tensor:
         if self.complete and self.repeats():
@@ -269,13 +310,16 @@ class MicroLoader:
             )
         Batching(max(len(dataset), global_batch), global_batch, micro_batch, front.seed)  # check
         self.global_batch, self.micro_batch, self.drop_last = global_batch, micro_batch, drop_last
-        self._front, self._dataset, self._options = front, dataset, options
+        self._front, self._dataset = front, dataset
         self._order = EpochOrder(dataset, sampler, shuffle, front.seed)
         self._told = tokens_per_sample, flops_per_sample
         in_turns = (global_batch,) if self._order.keeps_neighbours else ()
         self._reader = Reader(dataset, front.seed, options.pop("collate_fn", None), in_turns)
+        pin = {"pin_memory": front.device.type == "cuda"}
+        self._loader = self._reader.ahead(_Asking(self), **(pin | options))
         self._place: LoaderPlace | None = None
         self._asked: int | None = None  # the epoch requested by `set_epoch`
+        self._total = 0  # the last step, for a loop over `epochs`; 0: it has another
         self.step: LoaderStep | None = None
         self._sample_order: list[int] = []  # the order of the current epoch
         self._cuts: deque[Cut] = deque()  # requested by the DataLoader, and not returned yet
@@ -309,8 +353,7 @@ class MicroLoader:
         """True after the backward of this rank's last micro-batch of a step: call `step.update()`
         now. With exact sums all ranks agree here whether the step must be repeated; if so, it is
         False and the micro-batches come again."""
-        step = self.step
-        return step is not None and step.complete and not step.repeats()
+        return self.step is not None and self.step.ends
 
     # ---- what the script calls -------------------------------------------------------------------
     def set_epoch(self, epoch: int) -> None:
@@ -325,28 +368,33 @@ class MicroLoader:
         self, loss: torch.Tensor, weight: float | None = None, clip_norm: float | None = None
     ) -> bool:
         """Call `step.backward(loss, weight)` for this micro-batch, and after the last one of a step
-        `step.update(clip_norm)`. Return whether the step is over."""
+        `step.update(clip_norm)`. Return whether the step is over, and was not lost."""
         if self.step is None:
             raise BadInput("loader.update(loss): wanted a loop over the loader around it")
         self.step.backward(loss, weight)
-        if ends := self.ends_step:
+        if self.ends_step:
             self.step.update(clip_norm)
-        return ends
+        return self.step.updated
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the epochs still to do, of `total`; the first is the one in which the run is. Ends
         when all are done or `run.stop` was called; what was trained is committed then."""
-        place, hands = self._opened(total), self._front._hands
-        hands.total = total * self.steps
+        place, front = self._opened(total), self._front
+        self._total = front._hands.total = total * self.steps
         while place.epoch < total and not self._over():
             before = self._asked = place.epoch
+            front._same.leave()
             yield before
             if place.epoch == before:  # the script left the epoch before its end
                 place.go_on(before + 1)
-            self._boundary()
-            hands.hear_enough()
+            try:
+                self._boundary()
+                front._hands.hear_enough()
+            except WorldOver as over:
+                self._go_on(over.why)
+        front._same.forbid()
         if place.epoch >= total or self._over():
-            hands.turn(boundary.Reached())
+            front._hands.turn(boundary.Reached())
 
     def __iter__(self) -> Iterator[Any]:
         place = self._opened()
@@ -354,6 +402,20 @@ class MicroLoader:
             self._asked = None
             return
         self._asked = None
+        front = self._front
+        front._same.enter()
+        while True:
+            try:
+                yield from self._rest_of_epoch(place)
+                break
+            except WorldOver as over:
+                self._go_on(over.why)
+        if not self._total:  # what follows is as in a process that begins with the next epoch
+            front._same.leave()
+
+    def _rest_of_epoch(self, place: LoaderPlace) -> Iterator[Any]:
+        """Yield this rank's micro-batches of the steps of this epoch that are still to do, as long
+        as this world lasts. Raises WorldOver at its end."""
         front, w = self._front, self._front._work
         self._boundary()
         self._sample_order = self._order.of(place.epoch)
@@ -381,35 +443,58 @@ class MicroLoader:
         SystemExit."""
         if self._place is not None:
             return self._place
-        front, training = self._front, self._front._work.training
-        if training.model is None:
+        front = self._front
+        if front._work.training.model is None:
             raise BadInput("call run.prepare(model, optimizer) before a loop over run.loader")
-        agree_on_exclusions(self._dataset, front._work.peers)
+        self._total = epochs * self.steps
+        front._same.enter()
         place = LoaderPlace()
-        kept: LoaderPlace = training.keep_place(place)
-        if kept is not place:
+        try:
+            front._same.begin(first=not front._hands.has_looped)
+        except WorldOver as over:
+            front._go_on(over.why)
+        self._begin(place)
+        self._place = place
+        front._same.leave()
+        return place
+
+    def _begin(self, place: LoaderPlace) -> None:
+        """Begin in this world: resume, and share the steps out. Raises BadInput, SystemExit."""
+        front, w = self._front, self._front._work
+        agree_on_exclusions(self._dataset, w.peers)
+        if w.training.keep_place(place) is not place:
             raise BadInput(
                 "run.loader(...): wanted one loader that trains, found that another has begun; use "
                 "an ordinary DataLoader for validation, shared out by run.replica and run.replicas"
             )
-        micro_batches = self.global_batch // self.micro_batch
         last = ", full steps only" if self.drop_last else ""
         own_loop(
             front,
-            micro_batches=micro_batches,
+            micro_batches=self.global_batch // self.micro_batch,
             micro_batch=self.micro_batch,
             data=f"{fingerprint(self._dataset)} {self._order.name}{last}",
             seed=front.seed,
-            total=epochs * self.steps,
+            total=self._total,
             adapter="run.loader",
             per_device=False,
         )
-        w = front._work
-        w.rates.watch(training.model, *self._told, w.peers.replica_ranks)
-        pin = {"pin_memory": w.peers.device.type == "cuda"}
-        self._loader = self._reader.ahead(_Asking(self), **(pin | self._options))
-        self._place = place
-        return place
+        front._same.check(front.step)
+        if not place.steps:  # the script may have ended the run behind the last epoch
+            front._hands.hear_enough()
+        assert w.training.model is not None
+        w.rates.watch(w.training.model, *self._told, w.peers.replica_ranks)
+        front._same.allow()
+
+    def _go_on(self, why: RuntimeError | SystemExit) -> None:
+        """Begin in the next world, within the same epoch, or else at the same end of one. Raises
+        `why`, if none comes or if what there is to resume from lies elsewhere: the script cannot go
+        back to where it was in another epoch, nor skip what it does at the end of this one."""
+        assert self._place is not None
+        here, self.step = self._place.epoch, None
+        self._front._go_on(why)
+        self._begin(self._place)
+        if self._place.epoch != here:
+            raise why
 
     def _given(self, micro_batches: int) -> list[int]:
         """Return the numbers of the micro-batches that this rank reads in a step of so many: its
@@ -479,24 +564,12 @@ class MicroLoader:
         cut = self._cuts.popleft()
         step = self.step = LoaderStep(w, self._place, cut, self._reader, began, front._halves)
         w.peers.life.tell(WorkerPhase.COMPUTE, w.run.step)
-        first = True
-        while first or step.repeats():
-            for i, (_, keys) in enumerate(cut.given):
-                if not first:
-                    batch = self._reader.read(keys)
-                elif i:
-                    w.timer.enter(DATA)
-                    batch = next(batches)
-                assert batch is not None
-                yield step.take_up(i, batch, first)
-                if not step.went_backward:
-                    raise BadInput(
-                        f"step {step.number}: wanted loader.step.backward(loss) for each "
-                        "micro-batch, found none for this one"
-                    )
-            first = False
-            if step.updated:
-                break
+        try:
+            yield from step.micros(batch, batches)
+        except RuntimeError as e:
+            step._lose(e)
+        if step.lost is not None:
+            raise WorldOver(step.lost)
         if not step.updated:
             raise BadInput(
                 f"step {step.number}: neither loader.step.update() nor loader.step.done() was "
@@ -506,9 +579,17 @@ class MicroLoader:
 
     def _boundary(self) -> None:
         """Run the boundary after the previous step, if that is over and had no boundary yet."""
+        same = self._front._same
+        if self.step is not None and self.step.lost is not None:  # the script has left its epoch
+            raise WorldOver(self.step.lost)
         if self.step is not None and self.step.updated:
-            self._front._hands.boundary()
+            try:
+                self._front._hands.boundary()
+            except (RuntimeError, SystemExit) as e:
+                same.end(e)
             self._front._halves.note()
+            if same.holds_garbage:
+                same.collect()
         self.step = None
 
     def _over(self) -> bool:

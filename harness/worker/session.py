@@ -231,10 +231,12 @@ class Session:
     def replica(self) -> int:
         """The replica that this rank is in: 0, 1, ... below `replicas`. Use it to distribute other
         data than the training's, such as a validation set."""
+        self._same.needs_others()
         return self._peers.replica
 
     @property
     def replicas(self) -> int:
+        self._same.needs_others()
         return self._peers.replicas
 
     @property
@@ -426,12 +428,13 @@ class Session:
 
     def _go_on(self, why: RuntimeError | SystemExit) -> None:
         """Begin in the next world, with the objects of this one. Raises `why` if none comes."""
-        resumes = None if self._peers.beside else why
+        resumes, enough = None if self._peers.beside else why, self._work.votes.enough
         os.environ.update(environ := self._same.wait(why))
         self._hands.go_on()
         self._begin(environ)
         self._prepare_again()
-        self._same.resumes = resumes
+        self._same.resumes, self._work.votes.enough = resumes, enough
+        self._same.enter()
 
     def _train(
         self,
@@ -469,10 +472,11 @@ class Session:
         training.strategy.start(self.batching.micro_batches)
         training.strategy.zero()
         self._work.rates.watch(training.model, *reports, self.replica_ranks)
+        self._same.allow(streams=stream is not None)
         try:
-            with self._same.possible(stream is not None):
-                yield from self._loop(batches, total)
+            yield from self._loop(batches, total)
         finally:
+            self._same.forbid()
             self._work.timer.rest()
             self._profile.stop()
         self._hands.turn(boundary.Reached())

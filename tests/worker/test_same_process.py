@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -25,7 +26,10 @@ import hashlib, json, os, pathlib, sys, time, torch, harness
 folder = pathlib.Path(sys.argv[1])
 run = harness.attach(seed=1, snapshot_every_steps=1000, reduce="exact")
 model = torch.nn.Sequential(
-    torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 2)
+    torch.nn.Linear(16, 16),
+    torch.nn.LayerNorm(16) if "compile" in sys.argv else torch.nn.BatchNorm1d(16),
+    torch.nn.Dropout(0.1),
+    torch.nn.Linear(16, 2),
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
@@ -40,19 +44,49 @@ with open(folder / "begun", "a") as f:
     f.write(f"{os.getpid()}\\n")
 while (folder / "wait").exists():  # it builds its model
     time.sleep(0.02)
-for step in run.steps(data, total=100, global_batch=8, micro_batch=2):
-    for (x,) in step:
-        step.backward((model(x) - 1).square().mean())
-    step.update(1.0)
+def compiled(graph, inputs):
+    with open(folder / "compiled", "a") as f:
+        f.write(json.dumps([os.getpid(), run.epoch]) + "\\n")
+    return graph.forward
+called = torch.compile(model, backend=compiled) if "compile" in sys.argv else model
+def loss(x):
+    return (called(x) - 1).square().mean()
+def after(step):
     ema.update_parameters(model)
     with open(folder / "steps", "a") as f:
         f.write(json.dumps([os.getpid(), run.epoch, run.world, step.number, step.updated]) + "\\n")
     time.sleep(float(sys.argv[2]))
+def validate():
+    model.eval()
+    with torch.no_grad():
+        found = run.sum(sum(float(loss(data[i][0][None])) for i in range(run.replica, 8, run.replicas)))
+    model.train()
+    with open(folder / "validated", "a") as f:
+        f.write(f"{loader.epoch} {found:.4f}\\n")
+if "loader" in sys.argv:
+    how = dict(global_batch=8, micro_batch=2, shuffle=True, num_workers=1)
+    each = 5 if "short" in sys.argv else 25  # steps in an epoch
+    loader = run.loader(torch.utils.data.Subset(data, range(8 * each)), **how)
+    by_range = ((loader.set_epoch(e), e)[1] for e in range(loader.epoch, 4))
+    for epoch in by_range if "range" in sys.argv else loader.epochs(100 // each):
+        for (x,) in loader:
+            if loader.update(loss(x), clip_norm=1.0) or loader.step.lost:
+                after(loader.step)
+        validate()
+else:
+    for step in run.steps(data, total=100, global_batch=8, micro_batch=2):
+        for (x,) in step:
+            step.backward(loss(x))
+        step.update(1.0)
+        after(step)
 if run.rank == 0:
     state = {**model.state_dict(), **{f"ema.{k}": v for k, v in ema.state_dict().items()}}
     values = b"".join(state[k].numpy().tobytes() for k in sorted(state))
     (folder / "weights").write_text(hashlib.sha256(values).hexdigest())
 """
+
+
+LOOPS = {"steps": [], "compiled": ["compile"], "loader": ["loader"]}
 
 
 class Trained:
@@ -96,22 +130,23 @@ def workers_of(process):
     return [p for p in psutil.Process(process.pid).children(recursive=True) if "rank" in p.name()]
 
 
-def calm_weights(nodes):
+def calm_weights(nodes, *flags):
     """The weights of a run that nothing disturbs. Other runs of `nodes` begin anew behind it."""
-    calm = Trained(nodes)
+    calm = Trained(nodes, *flags)
     calm.start(0)
     assert nodes.codes() == [0], nodes.logs()
     weights = (calm.folder / "weights").read_text()
-    for name in ("begun", "steps", "weights"):
-        (calm.folder / name).unlink()
+    for name in ("begun", "steps", "weights", "validated", "compiled"):
+        (calm.folder / name).unlink(missing_ok=True)
     nodes.run, nodes.url, nodes.processes = nodes.run.with_name("other"), f"{nodes.url}2", []
     return weights
 
 
 @pytest.mark.proof
-def test_a_loss_a_silent_node_and_a_newcomer_find_the_same_processes(nodes):
-    weights = calm_weights(nodes)
-    told = Trained(nodes)
+@pytest.mark.parametrize("flags", LOOPS.values(), ids=LOOPS)
+def test_a_loss_a_silent_node_and_a_newcomer_find_the_same_processes(nodes, flags):
+    weights = calm_weights(nodes, *flags)
+    told = Trained(nodes, *flags)
     found = [told.start() for _ in range(3)]
     first, pids = told.until_world(3)
 
@@ -134,6 +169,9 @@ def test_a_loss_a_silent_node_and_a_newcomer_find_the_same_processes(nodes):
     assert nodes.codes() == [0, 0, 0], nodes.logs()
     assert (told.folder / "weights").read_text() == weights
     assert [r.step for r in history(nodes.url)] == list(range(1, 101))
+    if "compile" in flags:  # whoever was there from the first generation on, in that only
+        each = set(map(tuple, map(json.loads, (told.folder / "compiled").read_text().splitlines())))
+        assert {(pid, e) for pid, e in each if pid in pids} == {(pid, first) for pid in pids}
     lost = {(pid, step) for pid, _, _, step, updated in told.lines() if pid in two and not updated}
     assert lost and lost <= {(pid, step) for pid, _, _, step, updated in told.lines() if updated}
     tiers = [s.tier for s in sorted(nodes.facts(SessionStarted), key=lambda s: s.epoch)]
@@ -152,11 +190,49 @@ def test_a_script_with_process_groups_of_its_own_begins_anew(nodes):
     assert nodes.codes() == [0, 0], nodes.logs()
 
 
+@pytest.mark.proof
+def test_an_epoch_ends_alike_wherever_a_rank_is_lost(nodes):
+    """Also amid a validation with exchanges, and between it and the next epoch."""
+    weights = calm_weights(nodes, "loader", "short")
+    told = Trained(nodes, "loader", "short")
+    found, rng = [told.start() for _ in range(3)], random.Random(5)
+    epoch, before = 0, set()
+    stayed = 0
+    for _ in range(5):
+        epoch, pids = told.until_world(3, epoch)
+        stayed += len(pids & before)
+        before = pids
+        time.sleep(rng.random())
+        rng.choice(workers_of(rng.choice(found))).kill()
+    assert nodes.codes() == [0, 0, 0], nodes.logs()
+    assert (told.folder / "weights").read_text() == weights
+    assert [r.step for r in history(nodes.url)] == list(range(1, 101))
+    said = {tuple(line.split()) for line in (told.folder / "validated").read_text().splitlines()}
+    assert len({after for after, _ in said}) == len(said)  # each epoch's value is one
+    assert stayed >= 4, nodes.logs()
+
+
+@pytest.mark.proof
+def test_a_script_whose_epochs_begin_with_an_exchange_begins_anew(nodes):
+    weights = calm_weights(nodes, "loader", "range")
+    told = Trained(nodes, "loader", "range")
+    found = [told.start() for _ in range(2)]
+    nodes.until(lambda: any(step > 26 for *_, step, _ in told.lines()))
+    first, pids = told.until_world(2)
+    (worker,) = workers_of(found[1])
+    worker.kill()
+    _, after = told.until_world(2, first)
+    assert not pids & after
+    assert nodes.codes() == [0, 0], nodes.logs()
+    assert (told.folder / "weights").read_text() == weights
+
+
 # ---- newcomers -----------------------------------------------------------------------------------
 @pytest.mark.proof
-def test_a_newcomer_prepares_while_the_others_train(nodes):
-    weights = calm_weights(nodes)
-    told = Trained(nodes)
+@pytest.mark.parametrize("flags", LOOPS.values(), ids=LOOPS)
+def test_a_newcomer_prepares_while_the_others_train(nodes, flags):
+    weights = calm_weights(nodes, *flags)
+    told = Trained(nodes, *flags)
     told.start()
     first, pids = told.until_world(1)
     (told.folder / "wait").touch()

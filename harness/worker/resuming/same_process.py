@@ -13,12 +13,15 @@ A newcomer's process does the same before its first world: it runs the script up
 the others train (`Peers.beside`), and waits for the order there. So a join costs them no more than
 that of a process that stays.
 
-A process ends, and is begun anew, where that would not be sound: outside the first `run.steps`, or
-if the script exchanges something with other ranks before it, since a newcomer begins there and
-would find nobody to exchange it with; where ranks keep no state; if the script has process groups
-of its own, which die with the world; if data is a stream, whose place only a new reader finds; if
-the model has buffers that change and are in no snapshot; in a later phase of the run; or if there
-is nothing yet to resume from, since the model no longer has the values that it began with.
+A process ends, and is begun anew, where that would not be sound: outside the script's first loop
+over `run.steps` or `run.loader`, or if the script exchanges something with other ranks before it,
+since a newcomer begins there and would find nobody to exchange it with, or asks for its replica's
+number, by which it has shared something out; where ranks keep no state;
+if the script has process groups of its own, which die with the world; if data is a stream, whose
+place only a new reader finds; if the model has buffers that change and are in no snapshot; in a
+later phase of the run; if what there is to resume from lies in another epoch of a `run.loader` than
+the script does; or if there is nothing yet to resume from, since the model no longer has the values
+that it began with.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import contextlib
 import gc
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -80,9 +83,10 @@ class SameProcess:
         self._node = Path(mark).parent if mark else None
         self.resumes: RuntimeError | SystemExit | None = None
         self.holds_garbage = False  # of the last world
-        # collectives when the script's own code outside its loops was last entered, and whether
-        # that code has made some: a newcomer would make them alone
-        self._entered_at = peers.collectives()
+        # collectives when the script's own code outside its loops was last entered; None: this is
+        # no such code. And whether that code has made some, which a newcomer would make alone, or
+        # has asked for its share of something, which the next world shares out otherwise
+        self._entered_at: int | None = peers.collectives()
         self._needs_others = False
         self._in_first_loop = True
         # the others wait, and the state is kept: what the script does behind the loss may not last
@@ -103,16 +107,15 @@ class SameProcess:
         self.holds_garbage = False
         gc.collect()
 
-    @contextlib.contextmanager
-    def possible(self, streams: bool) -> Iterator[None]:
-        """Within it, the process goes on if that is sound. `streams`: data is a stream."""
+    def allow(self, streams: bool = False) -> None:
+        """Let the process go on from now on, if that is sound. `streams`: data is a stream."""
         self._keeper.goes_on = self._can_wait and not streams
         self._show(self._may)
-        try:
-            yield
-        finally:
-            self._keeper.goes_on = False
-            self._show(False)
+
+    def forbid(self) -> None:
+        """End with this world again: a loop is over."""
+        self._keeper.goes_on = False
+        self._show(False)
 
     @property
     def _can_wait(self) -> bool:
@@ -131,11 +134,19 @@ class SameProcess:
 
     def enter(self) -> None:
         """Enter the session's code, or a loop, from the script's own code outside its loops."""
-        self._needs_others |= self._peers.collectives() != self._entered_at
+        if self._entered_at not in (None, self._peers.collectives()):
+            self.needs_others()
+        self._entered_at = None
 
     def leave(self) -> None:
         """Return to the script's own code."""
         self._entered_at = self._peers.collectives()
+
+    def needs_others(self) -> None:
+        """Note, outside the loops, that the script's objects depend on which ranks there are."""
+        if self._entered_at is not None:
+            self._needs_others = True
+            self._show(False)
 
     def begin(self, first: bool) -> None:
         """Begin to train; in a process that prepares beside a world, raise WorldOver instead, for
