@@ -280,15 +280,25 @@ def test_a_newcomer_that_must_leave_does_not_end_its_preparation(nodes):
 
 
 # ---- a step that was lost ------------------------------------------------------------------------
+DATA = torch.utils.data.TensorDataset(torch.ones(8, 4))
+
+
 @pytest.fixture
-def lost_step(monkeypatch):
-    """The first step of a script, in whose first backward another rank is lost, and what the script
-    did in it: micro-batches, and losses that this process was to survive."""
+def prepared(monkeypatch):
+    """A session without an agent, and its model."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(session, "_attached", [])
     run = harness.attach(seed=1)
     model = nn.Linear(4, 1)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return run, model
+
+
+@pytest.fixture
+def lost_step(prepared, monkeypatch):
+    """The first step of a script, in whose first backward another rank is lost, and what the script
+    did in it: micro-batches, and losses that this process was to survive."""
+    run, model = prepared
     survived, micros = [], []
 
     def survives(error):
@@ -300,8 +310,7 @@ def lost_step(monkeypatch):
 
     monkeypatch.setattr(run._work.same, "survives", survives)
     monkeypatch.setattr(run.strategy, "micro_done", lose)
-    data = torch.utils.data.TensorDataset(torch.ones(8, 4))
-    step = next(steps := run.steps(data, total=2, global_batch=4, micro_batch=1))
+    step = next(steps := run.steps(DATA, total=2, global_batch=4, micro_batch=1))
     for (x,) in step:
         micros.append(x)
         step.backward(model(x).mean())
@@ -322,6 +331,19 @@ def test_the_parts_of_an_update_end_with_the_loss(lost_step, part):
     with pytest.raises(RuntimeError, match="Connection closed by peer") as found:
         getattr(step, part)()
     assert found.value is survived[0]
+
+
+def test_a_wish_to_end_the_run_reaches_the_next_world(prepared, monkeypatch):
+    run, model = prepared
+    monkeypatch.setattr(run._same, "wait", lambda why: {})
+    run.stop("the loss is small enough")
+    run._go_on(RuntimeError("gloo: Connection closed by peer"))
+    run._same.resumes = None  # there is nothing to resume from here
+    for step in run.steps(DATA, total=2, global_batch=4, micro_batch=1):
+        for (x,) in step:
+            step.backward(model(x).mean())
+        step.update()
+    assert run.step == 1 and run.stopped == "the loss is small enough"
 
 
 # ---- the order -----------------------------------------------------------------------------------
