@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from harness.agent.node_state import NodePhase
 from harness.agent.workers import FORKED_WITHIN_S
 from harness.lab.simulation.invariants import Violation
+from storage.snapshots.restore import PAUSES_S
 from support.system.fault_plan import EVERYBODY
 from support.system.system_checks import Resumed, Stepped
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from support.system.system_uploads import Sending
 
 LOOK_S = 2.0
-HEARD_S, COMMITTED_S, TRAINS_S = 2.0, 30.0, 60.0
+HEARD_S, COMMITTED_S = 2.0, 30.0
+TRAINS_S = 60.0 + sum(PAUSES_S)  # a world that finds no snapshot looks again
 CLOSE_S = 60.0  # for the last words of an agent, after its grace
 IMPORT_S = 15.0  # a node that has just come has nothing to train with yet
 
