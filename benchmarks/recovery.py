@@ -1,6 +1,5 @@
 """From a loss to the next optimizer step, and to the first step that is further than the training
-was: this harness beside plain torchrun with a DCP checkpoint, and beside torchft, on the same
-model, taking turns.
+was: this harness beside plain torchrun with a DCP checkpoint, on the same model, taking turns.
 
     worker   SIGKILL of one worker of two on a node               node     SIGKILL of a whole node
              (agent and workers) of two
@@ -19,26 +18,21 @@ model, taking turns.
     python benchmarks/recovery.py --kinds node --step-s 0.5 --snapshot-s 60 --calm-s 40
     # a script that needs five seconds before its loop
     python benchmarks/recovery.py --kinds worker node --start-s 5
-    # beside torchft (pip install torchft==0.2.0), whose servers listen on all interfaces
-    python benchmarks/recovery.py --systems harness torchft --kinds node first join
 
 Systems: `harness`; `harness-fork` (HARNESS_STAY=0: its processes end with their world, and others
 are forked); `torchrun-best` (last call 1 s, keep-alive 3 x 1 s,
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1); `torchrun` (its defaults); `bucket` (torchrun with our
-rendezvous, --rdzv-backend=bucket); `torchft` (each node a replica group of one rank, managed DDP
-over gloo, and a lighthouse that lives through all losses, with a heartbeat of 0.5 s instead of 5;
-no snapshots, and no `worker` kind, since a worker is a node of it). In every round each system does
-each kind once, so that what else the machine does falls on all alike. A time counts from just
-before the kill to the end of the first optimizer step of any new worker. `never` means that the
-survivors ended, or that there was no step within --limit-s. Nothing is excluded. The table at the
-end says where the harness's time goes, from its workers' own marks and its agents' facts.
+rendezvous, --rdzv-backend=bucket). In every round each system does each kind once, so that what
+else the machine does falls on all alike. A time counts from just before the kill to the end of the
+first optimizer step of any new worker. `never` means that the survivors ended, or that there was no
+step within --limit-s. Nothing is excluded. The table at the end says where the harness's time goes,
+from its workers' own marks and its agents' facts.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import socket
@@ -50,12 +44,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SYSTEMS = ("harness", "harness-fork", "torchrun-best", "torchrun", "bucket", "torchft")
-USUAL = SYSTEMS[:-1]  # torchft is not among the project's packages
-LIGHTHOUSE = "from torchft._torchft import lighthouse_main; lighthouse_main()"
+SYSTEMS = ("harness", "harness-fork", "torchrun-best", "torchrun", "bucket")
 KINDS = ("worker", "node", "first", "join")  # what can be asked for
 FURTHER = "{} further"
 SHOWN = (*KINDS, "pause", *map(FURTHER.format, KINDS[:3]))
@@ -115,45 +106,6 @@ def train(system: str) -> None:
                 say("step", step.number, run.world, run.epoch)
         return
 
-    micros = GLOBAL_BATCH // MICRO_BATCH
-
-    def backward(ddp: torch.nn.Module, step: int, rank: int, world: int) -> None:
-        """This rank's micro-batches of a step."""
-        for i in range(rank, micros, world):
-            rows = [
-                dataset[(step * GLOBAL_BATCH + i * MICRO_BATCH + j) % len(dataset)]
-                for j in range(MICRO_BATCH)
-            ]
-            x, y = (torch.stack(t) for t in zip(*rows, strict=True))
-            with contextlib.nullcontext() if i + world >= micros else ddp.no_sync():
-                F.cross_entropy(ddp(x).flatten(0, 1), y.flatten()).backward()
-
-    if system == "torchft":
-        from torchft import DistributedDataParallel as ManagedDDP
-        from torchft import Manager, Optimizer, ProcessGroupGloo
-
-        def load(state: dict[str, Any]) -> None:
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-
-        manager = Manager(
-            pg=ProcessGroupGloo(timeout=datetime.timedelta(seconds=30)),
-            min_replica_size=1,
-            load_state_dict=load,
-            state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-            replica_id=f"node{os.environ['BENCH_NODE']}_",
-            hostname="127.0.0.1",
-        )
-        managed, updates = ManagedDDP(manager, model), Optimizer(manager, optimizer)
-        while True:
-            updates.zero_grad()  # a quorum
-            world, step = manager.num_participants(), manager.current_step()
-            backward(managed, step, manager.participating_rank() or 0, world)
-            fill()
-            updates.step()
-            if manager.current_step() > step:
-                say("step", step + 1, manager.num_participants(), manager._quorum_id)
-
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -175,7 +127,15 @@ def train(system: str) -> None:
         )
     say("prepared", begun[0], world)
     for step in range(begun[0] + 1, 1_000_000):
-        backward(ddp, step, rank, world)
+        for i in range(rank, GLOBAL_BATCH // MICRO_BATCH, world):
+            rows = [
+                dataset[(step * GLOBAL_BATCH + i * MICRO_BATCH + j) % len(dataset)]
+                for j in range(MICRO_BATCH)
+            ]
+            x, y = (torch.stack(t) for t in zip(*rows, strict=True))
+            last = i + world >= GLOBAL_BATCH // MICRO_BATCH
+            with contextlib.nullcontext() if last else ddp.no_sync():
+                F.cross_entropy(ddp(x).flatten(0, 1), y.flatten()).backward()
         fill()
         optimizer.step()
         optimizer.zero_grad()
@@ -227,7 +187,6 @@ class System:
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     number: int = 0
     port: int = 0
-    lighthouse: subprocess.Popen[bytes] | None = None  # torchft's, which no loss takes
 
     def __post_init__(self) -> None:
         for name in ("log", "checkpoints"):
@@ -251,9 +210,7 @@ class System:
             "BENCH_STEP_S": str(self.pace.step_s),
             "BENCH_SNAPSHOT_S": str(self.pace.snapshot_s),
             "BENCH_START_S": str(self.pace.start_s),
-            "BENCH_NODE": str(self.number),
-            "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self.port}",
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+            "PYTHONPATH": str(ROOT),
         }
         env |= {
             "OMP_NUM_THREADS": "1",
@@ -264,7 +221,7 @@ class System:
         script = [
             str(Path(__file__).resolve()),
             "--train",
-            "harness" if self.is_ours else "torchft" if self.name == "torchft" else "torchrun",
+            "harness" if self.is_ours else "torchrun",
         ]
         if self.is_ours:
             words = [
@@ -279,16 +236,6 @@ class System:
                 "gpu_health=off",
                 "--",
             ]
-        elif self.name == "torchft":
-            if self.lighthouse is None:
-                told = f"--bind 127.0.0.1:{self.port} --min_replicas 1 --join_timeout_ms 500"
-                told += " --heartbeat_timeout_ms 500 --quorum_tick_ms 50"
-                (script_of := self.folder / "lighthouse.py").write_text(LIGHTHOUSE)
-                words = [sys.executable, str(script_of), *told.split()]
-                with open(self.folder / "lighthouse.log", "wb") as log:
-                    self.lighthouse = subprocess.Popen(words, env=env, stdout=log, stderr=log)
-            words = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=1000"]
-            words += ["--local-addr=127.0.0.1", f"--nproc-per-node={self.nproc}"]
         else:
             words = [
                 "-m",
@@ -376,9 +323,6 @@ class System:
                 self.kill(0)
             else:
                 self.nodes.pop(0)
-        if self.lighthouse is not None:
-            self.lighthouse.kill()
-            self.lighthouse.wait()
 
 
 @contextlib.contextmanager
@@ -496,7 +440,7 @@ def play(
 ) -> list[Sample]:
     """Each kind once."""
     samples = []
-    if "worker" in kinds and name != "torchft":
+    if "worker" in kinds:
         with system(name, folder / "one", 2, pace) as s:
             s.start()
             samples += lose(s, "worker", 2, limit_s)
@@ -574,7 +518,7 @@ def judge(samples: list[Sample], step_s: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--train", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(USUAL))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
