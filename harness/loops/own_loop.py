@@ -151,6 +151,8 @@ class OwnLoop:
     def __init__(self, run: Session, place: DataPlace, reading: ReadingRanks):
         work = self._work = run._work
         self._hands, self._place, self.halves = run._hands, place, run._halves
+        # the trainer's own state is whole at boundaries only
+        self._keeper, work.log.when_whole = run._keeper, lambda: None
         self.reading, self._own_work = reading, OwnWork.of(run)
         if work.training.loads.watches:
             raise BadInput(
@@ -196,6 +198,7 @@ class OwnLoop:
         its last step."""
         self._own_work.end()
         with hidden_world.inside():
+            self._keeper.note()
             self._hands.boundary()
             self.halves.note()
         self._work.timer.rest()

@@ -489,18 +489,38 @@ class Training:
         return (
             self.model is not None
             and isinstance(self.strategy, Replicated | Single)
-            and not self._per_rank
-            and not any(getattr(one, "gathers", False) for one in self._saved.values())
+            and all(hasattr(self._saved[name], ALONE) for name in self._per_rank)
             and all(isinstance(one, torch.optim.Optimizer) for one in self.optimizers)
         )
+
+    @property
+    def told_alone(self) -> set[str]:
+        """Return the stored names of the objects whose plain state may differ by rank, where one
+        rank reads it without the others (`state_aside`)."""
+        return {self._kept_as(name) for name, one in self._saved.items() if hasattr(one, ALONE)}
+
+    @property
+    def only_first_knows(self) -> bool:
+        """True if some of the state may be right on rank 0 only."""
+        return any(getattr(one, "only_first_knows", False) for one in self._saved.values())
+
+    def _kept_as(self, name: str) -> str:
+        return _of_rank(name, 0) if name in self._per_rank else name
 
     def state_trained(self) -> dict[str, Any]:
         """Return the part of `state` that only optimizers and the model's forwards change."""
         return {name: state_of(thing) for name, thing in self._saved.items() if name in TRAINED}
 
-    def state_aside(self) -> dict[str, Any]:
-        """Return the rest of `state`."""
-        return {name: state_of(thing) for name, thing in self._saved.items() if name not in TRAINED}
+    def state_aside(self) -> dict[str, Any] | None:
+        """Return the rest of `state`, as this rank reads it without the others: an object's
+        `state_alone()` if it has one, whose values hold for all ranks then; None: one of these
+        has returned None, as it cannot tell now."""
+        aside = {name: one for name, one in self._saved.items() if name not in TRAINED}
+        state = {
+            self._kept_as(name): one.state_alone() if hasattr(one, ALONE) else state_of(one)
+            for name, one in aside.items()
+        }
+        return None if any(value is None for value in state.values()) else state
 
     def split(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Return the state that a snapshot takes, as tensors by path and plain data."""
@@ -600,6 +620,7 @@ class Training:
 
 
 TRAINED = ("model", "optimizer")
+ALONE = "state_alone"  # the method of objects that ranks read together, or whose state differs
 SMALL_NBYTES = 1 << 20  # tensors up to this size are copied when the state is noted
 
 

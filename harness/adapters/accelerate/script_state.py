@@ -63,6 +63,12 @@ class ScriptVariables:
     def leave(self) -> None:
         self._frames = []
 
+    only_first_knows = True  # the script may have set some `if accelerator.is_main_process`
+
+    def state_alone(self) -> dict[str, Any]:
+        """Return the values of this rank, for all ranks."""
+        return self.state_dict()
+
     def state_dict(self) -> dict[str, Any]:
         if self._frames:
             self._now = {

@@ -33,6 +33,7 @@ META = (
     "dataloader_idx",
     "metric_attribute",
 )
+MOST_SUMMED = 4096  # numbers of a metric of torchmetrics that ranks add up in each step
 
 
 class StepLogs:
@@ -48,6 +49,9 @@ class StepLogs:
         self._counts: dict[str, int] = {}  # updates of each torchmetrics metric
         self._trained: set[str] = set()  # those that training steps update
         self._kept: dict[str, Any] = {}  # loaded, but not applied yet
+        # value and size of the epoch so far, by key: this rank's part, and all ranks' together
+        self._part: dict[str, torch.Tensor] = {}
+        self._whole: dict[str, torch.Tensor] = {}
 
     @property
     def _results(self) -> Any:
@@ -92,7 +96,7 @@ class StepLogs:
         """Combine the values of a step. Collective, after the last micro-batch."""
         peers = self._run._peers
         if peers.control is not None:
-            keys = sorted(self._stepwise())
+            keys = sorted({**self._stepwise(), **self._epochwise()})
             news = torch.tensor([int(any(key not in self._known for key in keys))])
             dist.all_reduce(news, op=dist.ReduceOp.MAX, group=peers.control)
             if news.item():
@@ -112,10 +116,17 @@ class StepLogs:
         for key in self._known:
             total, number = self._said.get(key, (none, 0))
             rows += [total.detach().to(device, torch.float64).reshape(()), none + number]
-        sums = torch.stack(rows)
+        epochwise = [key for key in self._known if _adds_up(self._results[key])]
+        news = [self._since_last(key) for key in epochwise]
+        sums = torch.cat([torch.stack(rows), *news])
         dist.all_reduce(sums, group=self._run._peers.across or self._run._peers.everyone)
+        sums, *news = sums.split([len(rows), *map(len, news)])
+        for key, added in zip(epochwise, news, strict=True):
+            self._whole[key] = self._whole.get(key, 0.0) + added
         for i, key in enumerate(self._known):
             metric, summed, parts = self._results[key], sums[2 * i], sums[2 * i + 1]
+            if not metric.meta.on_step:
+                continue
             added_up = metric.meta.sync.should and metric.meta.is_sum_reduction
             value = summed if added_up else summed / parts
             before = metric._forward_cache
@@ -137,6 +148,21 @@ class StepLogs:
             for key, metric in self._results.items()
             if metric.meta.on_step and metric.meta.fx == "training_step" and not metric.has_reset
         }
+
+    def _epochwise(self) -> dict[str, Any]:
+        """Return the metrics that the training step logs for the epoch."""
+        return {
+            key: metric
+            for key, metric in self._results.items()
+            if metric.meta.on_epoch and metric.meta.fx == "training_step" and not metric.has_reset
+        }
+
+    def _since_last(self, key: str) -> torch.Tensor:
+        """Return what this rank has added to the epoch's numbers since it was last asked."""
+        numbers = [torch.as_tensor(one) for one in _epoch_so_far(self._results[key])]
+        now = torch.cat([one.to(self._run.device, torch.float64).reshape(-1) for one in numbers])
+        before, self._part[key] = self._part.get(key, 0.0), now
+        return now - before
 
     # ---- keys that this rank does not know -------------------------------------------------------
     def _described(self, key: str) -> dict[str, Any]:
@@ -181,8 +207,8 @@ class StepLogs:
         every = every[peers.rank % peers.replica_ranks :: peers.replica_ranks]
         if len(every) > 1:
             self._take(_together(every))
-        self._seen.clear()
-        self._trained.clear()
+        for each in (self._seen, self._trained, self._part, self._whole):
+            each.clear()
 
     # ---- state -----------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
@@ -211,6 +237,27 @@ class StepLogs:
             if name in self._trained
         }
         return {"logged": logged, "metrics": metrics, "copy_ranks": self._run.replica_ranks}
+
+    def state_alone(self) -> dict[str, Any] | None:
+        """Return the epoch so far of all ranks together; None: of some of it this rank knows its
+        own part only."""
+        state = self.state_dict()
+        if self._run._peers.control is None:
+            return state
+        unknown = set(state["metrics"])
+        for key, metric in self._epochwise().items():
+            if not _adds_up(metric) or key not in self._whole:
+                return None
+            if metric.is_tensor:
+                value, size = self._whole[key].tolist()
+                state["logged"][key] |= {"value": value, "size": int(size)}
+            elif (said := state["metrics"].get(name := metric.meta.metric_attribute)) is not None:
+                *parts, updates = self._whole[key].split([t.numel() for t in said["states"].values()] + [1])
+                said["updates"] = int(updates)
+                for (part, own), whole in zip(said["states"].items(), parts, strict=True):
+                    said["states"][part] = whole.to(own.dtype).reshape(own.shape)
+                unknown.discard(name)
+        return None if unknown else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the state until `take_up`."""
@@ -274,6 +321,27 @@ def _together(states: list[dict[str, Any]]) -> dict[str, Any]:
         for name, said in state["metrics"].items():
             metrics[name] = _merged(metrics[name], said) if name in metrics else said
     return {"logged": logged, "metrics": metrics}
+
+
+def _adds_up(metric: Any) -> bool:
+    """Return whether the epoch's value is made of sums over what was logged, and not of many."""
+    if not metric.meta.on_epoch:
+        return False
+    if metric.is_tensor:
+        return bool(metric.meta.is_mean_reduction or metric.meta.is_sum_reduction)
+    *parts, _ = _epoch_so_far(metric)
+    sums = (getattr(one, "__name__", "") == "dim_zero_sum" for one in metric.value._reductions.values())
+    tensors = all(isinstance(one, torch.Tensor) for one in parts)
+    return all(sums) and tensors and sum(one.numel() for one in parts) <= MOST_SUMMED
+
+
+def _epoch_so_far(metric: Any) -> list[Any]:
+    """Return the numbers behind this rank's value of the epoch: sum and size, or the states of a
+    metric of torchmetrics and how often it was updated."""
+    if metric.is_tensor:
+        return [metric.value, getattr(metric, "cumulated_batch_size", 0)]
+    inner = metric.value
+    return [*(getattr(inner, state) for state in inner._defaults), inner._update_count]
 
 
 def _both(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -83,8 +83,18 @@ class LightningState:
 
         return list(self._run._peers.agree(look))
 
+    only_first_knows = True  # callbacks and loggers may do things on rank 0 only
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state. Collective: small tensors and plain values are rank 0's."""
+        tensors, plain = state_tree.split(self.state_alone())
+        small = {name: t.detach().cpu() for name, t in tensors.items() if t.numel() <= SMALL}
+        plain, small = self._run._peers.agree(lambda: (plain, small))
+        joined: dict[str, Any] = state_tree.join({**tensors, **small}, plain)
+        return joined
+
+    def state_alone(self) -> dict[str, Any]:
+        """Return the state as this rank knows it."""
         trainer = self._trainer
         self.being_made = True
         try:
@@ -100,7 +110,7 @@ class LightningState:
             if name not in live or _where(tensor) != _where(live[name])
         }
         said = {name: value for name, value in checkpoint.items() if name not in LEFT_OUT}
-        whole = {
+        return {
             "checkpoint": _marked(said, names),
             "weights": weights,
             "data": self._place(),
@@ -108,11 +118,6 @@ class LightningState:
             "parts": int(trainer.strategy.harness_parts),
             "versions": [logger.version for logger in self._loggers()],
         }
-        tensors, plain = state_tree.split(whole)
-        small = {name: t.detach().cpu() for name, t in tensors.items() if t.numel() <= SMALL}
-        plain, small = self._run._peers.agree(lambda: (plain, small))
-        joined: dict[str, Any] = state_tree.join({**tensors, **small}, plain)
-        return joined
 
     def _place(self) -> Any:
         shared = None if self.loader is None else self.loader.shared

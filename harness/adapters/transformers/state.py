@@ -69,8 +69,6 @@ def reading_ranks(trainer: Any) -> int:
 class TrainerMemory:
     """The plain state of a transformers.Trainer. `loading`: no collective calls are allowed."""
 
-    gathers = True  # reading its state needs the other ranks
-
     def __init__(self, trainer: Any, place: EpochPlace, company: AllRanks):
         self.place, self.loading = place, False
         self.spent = TimeSpent()
@@ -84,14 +82,26 @@ class TrainerMemory:
         if self.loading:  # only the contents of a snapshot count then
             return {}
         sums = self._company.gather(_own_sums(self._trainer))[: self._company.copy_ranks]
-        text = json.dumps(self._company.first(lambda: self._told(sums)), default=_plain)
+        text = self._company.first(lambda: self._told(sums))
         size = max(TEXT_NBYTES, 1 << math.ceil(math.log2(len(text.encode()))))
         # padded, so that the layout rarely changes between snapshots
         padded = bytearray(text.encode().ljust(size))
         return {"text": torch.frombuffer(padded, dtype=torch.uint8)}
 
+    def state_alone(self) -> dict[str, Any]:
+        """Return the state as this rank knows it: the same as on the others, but for times and
+        callbacks of the script."""
+        return {"text": self._told([_own_sums(self._trainer)])}
+
+    @property
+    def only_first_knows(self) -> bool:
+        """True if callbacks of the script count something, perhaps on one rank only."""
+        callbacks = self._trainer.callback_handler.callbacks
+        return any(counters(one).get("attributes") for one in callbacks if not is_theirs(one))
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        told = json.loads(bytes(state["text"].cpu().numpy()))
+        text = state["text"]
+        told = json.loads(text if isinstance(text, str) else bytes(text.cpu().numpy()))
         for name, value in told["state"].items():
             setattr(self._trainer.state, name, value)
         for name, value in told["place"].items():
@@ -102,9 +112,9 @@ class TrainerMemory:
         if self._meters is not None and told["meters"] is not None:
             self._meters.restore(told["meters"])
 
-    def _told(self, sums: list[Any]) -> dict[str, Any]:
+    def _told(self, sums: list[Any]) -> str:
         trainer = self._trainer
-        return {
+        told = {
             "state": {name: getattr(trainer.state, name) for name in KEPT},
             # in parts of micro-batches, as the copies that go on may read more or fewer at once
             "place": dataclasses.asdict(self.place) | {"batches": self.place.batches * self._parts},
@@ -116,6 +126,7 @@ class TrainerMemory:
             ],
             "meters": self._meters.state() if self._meters is not None else None,
         }
+        return json.dumps(told, default=_plain)
 
     def give_losses(self) -> None:
         """Apply the loaded losses to a trainer that has just reset its own."""

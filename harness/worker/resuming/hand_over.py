@@ -144,7 +144,9 @@ class Survivors:
         try:
             assert mine is not None
             chained(mine.steps(), after, "")  # raises for a gap
-            manifest = Manifest.from_json(mine.manifest)
+            # plain values that differ by rank are the first holder's
+            first = Manifest.from_json(kept.manifest)
+            manifest = replace(Manifest.from_json(mine.manifest), data=first.data)
             places = {key: (mine.file, *place) for key, place in mine.places.items()}
             near = Tiered(store, manifest, [SegmentTier(manifest, places)])
             load(manifest, Snapshots(near))

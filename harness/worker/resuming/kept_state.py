@@ -15,9 +15,14 @@ A rank hears of a loss in two ways. A collective fails, and the exception ends t
 is its last act (`node/forkserver.py`). Or it waits for a node that is silent: then the agent, which
 knows, writes a byte into a pipe, and a thread keeps the state while the main thread waits.
 
+An object whose state all ranks read together, or whose state differs by rank, may have a method
+`state_alone()`, which returns plain values as one rank knows them (`adapters/transformers/state.py`
+has one), or None if it does not know them now. Those of one keeper hold for all ranks then, and
+`content` leaves them out. If the object says `only_first_knows`, only rank 0 keeps a state.
+
 Ranks keep nothing where that is not sound yet: on GPUs, whose kernels may run ahead of the host; if
-several ranks hold one copy of the model; if state differs by rank, or if reading it needs other
-ranks (`gathers`), as in unchanged scripts of trainers.
+several ranks hold one copy of the model; or if some object's state cannot be read without the
+others.
 """
 
 from __future__ import annotations
@@ -79,8 +84,8 @@ class KnowsOrigin(Protocol):
 
 @dataclass(frozen=True)
 class KeptState:
-    """A state in a node's stage. `content`: hash of all its values, the same on all ranks that hold
-    it; `file`: where its bytes lie; `places`: (start, end) there, by key of the manifest's part;
+    """A state in a node's stage. `content`: hash of its values, the same on all ranks that hold it;
+    `file`: where its bytes lie; `places`: (start, end) there, by key of the manifest's part;
     `records`: as in `StateOrigin`, encoded."""
 
     run: str
@@ -198,19 +203,21 @@ def marks_of(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
     return [(version_of(p), p.data_ptr()) for p in parameters]
 
 
-def noted(training: Training, step: int, held: ModelBuffers) -> Noted:
-    """Return what must be noted at the boundary behind `step`."""
-    tensors, plain = state_tree.split(training.state_aside())
+def noted(training: Training, step: int, held: ModelBuffers) -> Noted | None:
+    """Return what must be noted at the boundary behind `step`; None: it cannot be known now."""
+    if (aside := training.state_aside()) is None:
+        return None
+    tensors, plain = state_tree.split(aside)
     large = {name: t for name, t in tensors.items() if t.nbytes > SMALL_NBYTES}
     settled = training.between_updates(large) if large else set()  # it looks at the whole model
-    aside = {n: t if n in large else t.detach().clone() for n, t in tensors.items()}
+    tensors = {n: t if n in large else t.detach().clone() for n, t in tensors.items()}
     versions = {name: version_of(t) for name, t in large.items() if name not in settled}
     options = [
         [{k: copied(v) for k, v in group.items() if k != "params"} for group in one.param_groups]
         for one in training.optimizers
     ]
     weights = marks_of(held.parameters)
-    return Noted(step, copy.deepcopy(plain), aside, versions, options, weights, held.copies())
+    return Noted(step, copy.deepcopy(plain), tensors, versions, options, weights, held.copies())
 
 
 def copied(value: Any) -> Any:
@@ -318,8 +325,10 @@ class StateKeeper:
             before = self._peers.collectives() if first else 0
             self._noted = noted(self._training, self._run.step, self._buffers[1])
             # all ranks note the first time, and not always together later
-            together = first and self._peers.collectives() != before
-            self._standing = Standing.COLLECTIVE if together else Standing.WHOLE
+            if first and self._peers.collectives() != before:
+                self._standing = Standing.COLLECTIVE
+            else:
+                self._standing = Standing.WHOLE if self._noted else Standing.CHANGES
             self._at_boundary.notify_all()
         if not first:  # the first time sets up what later ones use, and costs far more
             cost_s = time.perf_counter() - began_s
@@ -387,8 +396,11 @@ class StateKeeper:
         return kept is not None and kept.run == self._run.url
 
     def _is_first(self) -> bool:
-        """Return whether no other rank of this node keeps its state: they are all the same."""
+        """Return whether this rank keeps the node's state. All are the same, so the first one does
+        that comes, unless only rank 0 has the state."""
         assert self.folder is not None
+        if self._peers.rank > 0 and self._training.only_first_knows:
+            return False
         with contextlib.suppress(OSError):
             claim = self.folder / f"keeper-e{self._run.epoch:06d}"
             os.close(os.open(claim, os.O_CREAT | os.O_EXCL, 0o600))
@@ -445,14 +457,15 @@ class StateKeeper:
         data = {"state": plain}
         told = PartList(ref, 0, 1, "kept", parts, index, data)
         manifest = Manifest.merge([PartList.from_json(told.to_json())])
-        origin = self._origin.origin()
+        origin, alone = self._origin.origin(), self._training.told_alone
         behind = [record for record in origin.records if record.step <= step]
+        same = {name: value for name, value in plain.items() if name not in alone}
         return KeptState(
             run=self._run.url or "",
             phase=self._run.phase.number,
             epoch=self._run.epoch,
             step=step,
-            content=digest(canonical([[part.hashes for part in parts], manifest.data])),
+            content=digest(canonical([[part.hashes for part in parts], same])),
             behind=origin.behind,
             records=rec.encode(behind).decode(),
             manifest=manifest.to_json(),

@@ -128,6 +128,9 @@ def main():
         model.train()
         total_loss = 0
         for step, (x, y) in enumerate(train):
+            if "LOSE" in os.environ:
+                lost = os.path.join(a.out, "lost")
+                importlib.import_module("dying").lose_one(str(completed + 1), lost)
             if a.own_hands:
                 loss = loss_of(model(x), y)
                 total_loss += loss.detach().float()

@@ -29,6 +29,16 @@ def die_at(where, once=None):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def lose_one(where, once):
+    """If LOSE is "WHERE:RANK", and this is the worker of that rank. `once`: a file; if it is there,
+    nobody dies any more."""
+    place, _, rank = os.environ.get("LOSE", "").partition(":")
+    name = open("/proc/self/comm").read().strip()
+    if place == where and name == f"rank-{rank}" and not os.path.exists(once):
+        open(once, "x").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def wait_for(step):
     until(lambda: step <= getattr(newest(os.environ["HARNESS_RUN"]), "step", 0), f"snapshot {step}")
     if step not in seen:  # it is in the bucket; the session hears of that a moment later

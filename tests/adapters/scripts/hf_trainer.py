@@ -84,6 +84,11 @@ class Events(TrainerCallback):
     def on_epoch_end(self, args, state, control, **more):
         self.tell("epoch_end", state)
 
+    def on_step_begin(self, args, state, control, **more):
+        if "LOSE" in os.environ:
+            dying = importlib.import_module("dying")
+            dying.lose_one(str(state.global_step + 1), a.events + ".lost")
+
     def on_step_end(self, args, state, control, **more):
         self.seen += 1
         assert self.seen == state.global_step
