@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from harness.worker.batches.loader import (
     seed_everything,
     to_device,
 )
-from harness.worker.resuming.same_process import WorldOver
+from harness.worker.resuming.same_process import WorldOver, going_on
 from harness.worker.step import OpenStep, Work
 from harness.worker.step_timing import DATA, FORWARD
 from harness.worker.votes import HalfSteps
@@ -223,40 +224,33 @@ class LoaderStep(OpenStep):
         self._refuse_lost()
         self._next_phase()
         self._phase.tokens_weighted = True
+        yield from self.micros(None)
+
+    def micros(self, batches: Iterator[MicroBatch] | None) -> Iterator[Any]:
+        """Yield the data of this rank's micro-batches as often as all ranks must do them: first
+        those of `batches`, each of which must have a backward; then, or if that is None, they are
+        read again. Raises BadInput."""
+        fresh, repeat = batches, True
         try:
-            repeat = True
             while repeat:
                 for i, (_, keys) in enumerate(self.cut.given):
-                    yield self.take_up(i, self._reader.read(keys), first=False)
+                    if fresh is None:
+                        batch = self._reader.read(keys)
+                    else:
+                        self._work.timer.enter(DATA)
+                        batch = next(fresh)
+                    yield self.take_up(i, batch, first=fresh is not None)
                     if self.lost is not None:
                         return
-                repeat = self.repeats()
+                    if batches is not None and not self.went_backward:
+                        raise BadInput(
+                            f"step {self.number}: wanted loader.step.backward(loss) for each "
+                            "micro-batch, found none for this one"
+                        )
+                fresh = None
+                repeat = not self.updated and self.repeats()
         except RuntimeError as e:
             self._lose(e)
-
-    def micros(self, first: MicroBatch, others: Iterator[MicroBatch]) -> Iterator[Any]:
-        """Yield the data of this rank's micro-batches, `first` and those that follow, as often as
-        all ranks must do them. Raises BadInput."""
-        fresh = True
-        while fresh or self.repeats():
-            for i, (_, keys) in enumerate(self.cut.given):
-                batch = first
-                if not fresh:
-                    batch = self._reader.read(keys)
-                elif i:
-                    self._work.timer.enter(DATA)
-                    batch = next(others)
-                yield self.take_up(i, batch, fresh)
-                if self.lost is not None:
-                    return
-                if not self.went_backward:
-                    raise BadInput(
-                        f"step {self.number}: wanted loader.step.backward(loss) for each "
-                        "micro-batch, found none for this one"
-                    )
-            fresh = False
-            if self.updated:
-                return
 
     def sync(self, clip_norm: float | None = None, *, of: Any = None) -> torch.Tensor:
         if self.complete and self.repeats():
@@ -387,11 +381,9 @@ class MicroLoader:
             yield before
             if place.epoch == before:  # the script left the epoch before its end
                 place.go_on(before + 1)
-            try:
+            with going_on(self._go_on):
                 self._boundary()
                 front._hands.hear_enough()
-            except WorldOver as over:
-                self._go_on(over.why)
         front._same.forbid()
         if place.epoch >= total or self._over():
             front._hands.turn(boundary.Reached())
@@ -405,11 +397,9 @@ class MicroLoader:
         front = self._front
         front._same.enter()
         while True:
-            try:
+            with going_on(self._go_on):
                 yield from self._rest_of_epoch(place)
                 break
-            except WorldOver as over:
-                self._go_on(over.why)
         if not self._total:  # what follows is as in a process that begins with the next epoch
             front._same.leave()
 
@@ -449,10 +439,8 @@ class MicroLoader:
         self._total = epochs * self.steps
         front._same.enter()
         place = LoaderPlace()
-        try:
+        with going_on(front._go_on):
             front._same.begin(first=not front._hands.has_looped)
-        except WorldOver as over:
-            front._go_on(over.why)
         self._begin(place)
         self._place = place
         front._same.leave()
@@ -479,7 +467,7 @@ class MicroLoader:
             per_device=False,
         )
         front._same.check(front.step)
-        if not place.steps:  # the script may have ended the run behind the last epoch
+        if front.step and not place.steps:  # at an epoch's end the script may have ended the run
             front._hands.hear_enough()
         assert w.training.model is not None
         w.rates.watch(w.training.model, *self._told, w.peers.replica_ranks)
@@ -564,10 +552,7 @@ class MicroLoader:
         cut = self._cuts.popleft()
         step = self.step = LoaderStep(w, self._place, cut, self._reader, began, front._halves)
         w.peers.life.tell(WorkerPhase.COMPUTE, w.run.step)
-        try:
-            yield from step.micros(batch, batches)
-        except RuntimeError as e:
-            step._lose(e)
+        yield from step.micros(chain((batch,), batches))
         if step.lost is not None:
             raise WorldOver(step.lost)
         if not step.updated:
@@ -579,17 +564,13 @@ class MicroLoader:
 
     def _boundary(self) -> None:
         """Run the boundary after the previous step, if that is over and had no boundary yet."""
-        same = self._front._same
-        if self.step is not None and self.step.lost is not None:  # the script has left its epoch
-            raise WorldOver(self.step.lost)
-        if self.step is not None and self.step.updated:
-            try:
-                self._front._hands.boundary()
-            except (RuntimeError, SystemExit) as e:
-                same.end(e)
-            self._front._halves.note()
-            if same.holds_garbage:
-                same.collect()
+        front, step = self._front, self.step
+        if step is not None and step.lost is not None:  # the script has left its epoch
+            raise WorldOver(step.lost)
+        if step is not None and step.updated:
+            with front._same.boundary():
+                front._hands.boundary()
+                front._halves.note()
         self.step = None
 
     def _over(self) -> bool:

@@ -53,7 +53,7 @@ from harness.worker.process_group import Peers
 from harness.worker.profiling import Profile
 from harness.worker.resuming.kept_state import StateKeeper
 from harness.worker.resuming.resume import NewestCommitted, Resume
-from harness.worker.resuming.same_process import SameProcess, WorldOver
+from harness.worker.resuming.same_process import SameProcess, WorldOver, going_on
 from harness.worker.run_context import SCRIPT_WORLD, Run, look_again_s
 from harness.worker.setup_check import SetupCheck
 from harness.worker.snapshot_timer import Rhythm
@@ -413,16 +413,12 @@ class Session:
             raise BadInput("run.steps(...): wanted either total= (optimizer steps) or epochs=")
         reports = (tokens_per_sample, flops_per_sample)
         data = (dataset, global_batch, micro_batch, shuffle, collate_fn)
-        first = not self._hands.has_looped
         self._same.enter()
         try:
             while True:
-                try:
-                    self._same.begin(first)
+                with going_on(self._go_on):
                     yield from self._train(data, total, epochs, num_workers, reports, guards)
                     return
-                except WorldOver as over:
-                    self._go_on(over.why)
         finally:
             self._same.leave()
 
@@ -447,6 +443,7 @@ class Session:
     ) -> Iterator[Step]:
         """Yield the remaining steps, as long as this world lasts. Raises WorldOver at its end."""
         training, feed, halvings = self._work.training, self._work.feed, self._work.shrinking.times
+        self._same.begin(first=not self._hands.has_looped)
         self._check_prepared(guards)
         assert training.model is not None
         try:
@@ -513,15 +510,11 @@ class Session:
                     raise BadInput(
                         f"step {step.number}: step.update() was not called; it steps the optimizer"
                     )
-                try:
+                with self._same.boundary():
                     self._hands.boundary()
-                except (RuntimeError, SystemExit) as e:
-                    self._same.end(e)
-                self._halves.note()
+                    self._halves.note()
                 for profile in profiles:
                     profile.after(step.number)
-                if self._same.holds_garbage:
-                    self._same.collect()
 
     def _announce(self, identity: dict[str, Any]) -> None:
         self._setup.announce()

@@ -16,12 +16,11 @@ that of a process that stays.
 A process ends, and is begun anew, where that would not be sound: outside the script's first loop
 over `run.steps` or `run.loader`, or if the script exchanges something with other ranks before it,
 since a newcomer begins there and would find nobody to exchange it with, or asks for its replica's
-number, by which it has shared something out; where ranks keep no state;
-if the script has process groups of its own, which die with the world; if data is a stream, whose
-place only a new reader finds; if the model has buffers that change and are in no snapshot; in a
-later phase of the run; if what there is to resume from lies in another epoch of a `run.loader` than
-the script does; or if there is nothing yet to resume from, since the model no longer has the values
-that it began with.
+number, by which it has shared something out; where ranks keep no state; if the script has process
+groups of its own, which die with the world; if data is a stream, whose place only a new reader
+finds; if the model has buffers that change and are in no snapshot; in a later phase of the run; if
+what there is to resume from lies in another epoch of a `run.loader` than the script does; or if
+there is nothing yet to resume from, since the model no longer has the values that it began with.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ import contextlib
 import gc
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn
 
 from torch.distributed import distributed_c10d as c10d
 
@@ -62,6 +60,16 @@ class WorldOver(Exception):
         self.why = why
 
 
+@contextlib.contextmanager
+def going_on(begin: Callable[[RuntimeError | SystemExit], None]) -> Iterator[None]:
+    """Call `begin` if the world ends in this block, to begin in the next one. `begin` is given what
+    would have ended the process."""
+    try:
+        yield
+    except WorldOver as over:
+        begin(over.why)
+
+
 class SameProcess:
     """Decides whether this process goes on in the next world, and waits for it. `resumes`: the end
     of the last world, until this one has resumed; None: this is the process' first world."""
@@ -82,7 +90,7 @@ class SameProcess:
         mark = environ.get("HARNESS_MARK") if environ.get(SWITCH, "1") != "0" else None
         self._node = Path(mark).parent if mark else None
         self.resumes: RuntimeError | SystemExit | None = None
-        self.holds_garbage = False  # of the last world
+        self._holds_garbage = False  # of the last world
         # collectives when the script's own code outside its loops was last entered; None: this is
         # no such code. And whether that code has made some, which a newcomer would make alone, or
         # has asked for its share of something, which the next world shares out otherwise
@@ -99,13 +107,7 @@ class SameProcess:
         before, self.resumes = self.resumes, None
         if before is not None and not step:
             raise before
-        self.holds_garbage = before is not None
-
-    def collect(self) -> None:
-        """Free the memory of the last world, after the first step of this one: until then the
-        script holds a step of that."""
-        self.holds_garbage = False
-        gc.collect()
+        self._holds_garbage = before is not None
 
     def allow(self, streams: bool = False) -> None:
         """Let the process go on from now on, if that is sound. `streams`: data is a stream."""
@@ -193,14 +195,24 @@ class SameProcess:
         self._ends.start()
         return True
 
-    def end(self, why: RuntimeError | SystemExit) -> NoReturn:
-        """Raise what has ended the world at a step boundary, as WorldOver if the process goes on
-        behind it."""
-        if isinstance(why, SystemExit):
-            goes_on = why.code == RESIZE and self._may
-        else:
-            goes_on = self.survives(why)
-        raise WorldOver(why) if goes_on else why
+    @contextlib.contextmanager
+    def boundary(self) -> Iterator[None]:
+        """Surround a step boundary. If it ends the world and the process goes on, raise WorldOver.
+        After the first step of this world, free the memory of the last one: until then the script
+        holds a step of that."""
+        try:
+            yield
+        except (RuntimeError, SystemExit) as why:
+            if isinstance(why, SystemExit):
+                goes_on = why.code == RESIZE and self._may
+            else:
+                goes_on = self.survives(why)
+            if goes_on:
+                raise WorldOver(why) from None
+            raise
+        if self._holds_garbage:
+            self._holds_garbage = False
+            gc.collect()
 
     def wait(self, why: RuntimeError | SystemExit) -> dict[str, str]:
         """Let go of the world, and wait for the next one. Return the environment that it begins
