@@ -467,7 +467,7 @@ class MicroLoader:
             per_device=False,
         )
         front._same.check(front.step)
-        if front.step and not place.steps:  # at an epoch's end the script may have ended the run
+        if not place.steps:  # the script may have ended the run behind the last epoch
             front._hands.hear_enough()
         assert w.training.model is not None
         w.rates.watch(w.training.model, *self._told, w.peers.replica_ranks)

@@ -59,6 +59,7 @@ from storage.tensors.dcp import version_of
 from storage.tensors.tensor_names import plain_name
 
 SHARE = 0.01  # of the training's time that noting may take; if it takes more, some steps have none
+SAVED_S = 10.0  # of training, whose unused share may be used later
 WHOLE_WITHIN_S = 2.0  # a rank that was asked amid an update waits so long for its end
 HEARS_WITHIN_S = 2.0  # ... or for the main thread to come to a collective, which fails
 CLOSED = b"c"  # written into the pipe by this process itself
@@ -332,7 +333,7 @@ class StateKeeper:
             self._at_boundary.notify_all()
         if not first:  # the first time sets up what later ones use, and costs far more
             cost_s = time.perf_counter() - began_s
-            self._again_s = began_s + cost_s / SHARE
+            self._again_s = max(self._again_s, began_s - SAVED_S) + cost_s / SHARE
 
     def change(self, *_: Any) -> None:
         """Note that the state changes: an optimizer steps next, or other objects are trained."""
