@@ -568,9 +568,7 @@ class MicroLoader:
         if step is not None and step.lost is not None:  # the script has left its epoch
             raise WorldOver(step.lost)
         if step is not None and step.updated:
-            with front._same.boundary():
-                front._hands.boundary()
-                front._halves.note()
+            front._close_step()
         self.step = None
 
     def _over(self) -> bool:

@@ -56,14 +56,18 @@ def keep_pipe(folder: Path, local_rank: int) -> Path:
     return folder / f"keep-{local_rank}"
 
 
-KEPT = "kept.json"  # in the stage: the state that a node keeps (worker/resuming/kept_state.py)
+# in the stage: the states that a node keeps (worker/resuming/kept_state.py), one for each place in
+# a copy of the model
+KEPT = "kept-{}.json"
 
 
 def kept_step(stage: Path) -> int:
-    """Return the step of the state that this node keeps; -1: it keeps none."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return int(json.loads((stage / KEPT).read_text())["step"])
-    return -1
+    """Return the newest step of which this node keeps a state; -1: it keeps none."""
+    steps = [-1]
+    for path in stage.glob(KEPT.format("*")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            steps.append(int(json.loads(path.read_text())["step"]))
+    return max(steps)
 
 
 def keeping_file(folder: Path, local_rank: int) -> Path:

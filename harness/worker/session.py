@@ -510,11 +510,20 @@ class Session:
                     raise BadInput(
                         f"step {step.number}: step.update() was not called; it steps the optimizer"
                     )
-                with self._same.boundary():
-                    self._hands.boundary()
-                    self._halves.note()
+                self._close_step()
                 for profile in profiles:
                     profile.after(step.number)
+
+    def _close_step(self) -> None:
+        """Run the boundary behind a step. Raises WorldOver if the world ends there and the process
+        goes on."""
+        try:
+            self._hands.boundary()
+        except (RuntimeError, SystemExit) as e:
+            self._same.end(e)
+        self._halves.note()
+        if self._same.holds_garbage:
+            self._same.collect()
 
     def _announce(self, identity: dict[str, Any]) -> None:
         self._setup.announce()

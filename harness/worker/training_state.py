@@ -24,6 +24,7 @@ from harness.worker.gradients.batch_norm import Norms, has_sync_norm
 from harness.worker.gradients.exact_sums import exact_strategy_for
 from harness.worker.gradients.parallel import (
     Replicated,
+    Sharded,
     Single,
     Strategy,
     check_fits,
@@ -485,11 +486,19 @@ class Training:
 
     @property
     def is_readable_alone(self) -> bool:
-        """True if every rank has all of the state, and can read it without the others."""
+        """True if every rank can read its part of the state without the others, and a rank of
+        another copy of the model has that part too. Where ranks have whole copies, it is all."""
+        if self._peers.copy_ranks > 1:
+            copies = self._peers.world > self._peers.copy_ranks and self._peers.grouping.stages == 1
+            told = any(hasattr(one, ALONE) for one in self._saved.values()) or self._per_rank
+            fits = isinstance(self.strategy, Sharded) and copies and not told
+        else:
+            fits = isinstance(self.strategy, Replicated | Single) and all(
+                hasattr(self._saved[name], ALONE) for name in self._per_rank
+            )
         return (
             self.model is not None
-            and isinstance(self.strategy, Replicated | Single)
-            and all(hasattr(self._saved[name], ALONE) for name in self._per_rank)
+            and fits
             and all(isinstance(one, torch.optim.Optimizer) for one in self.optimizers)
         )
 

@@ -416,21 +416,28 @@ if sys.byteorder != "little":  # the index records no byte order, so there can b
 
 class Saver:
     """Saves this rank's share of a state. `group`: all ranks that save together (gloo), None for
-    one process alone.
+    one process alone; `each`: if so many ranks of it save a whole state, and the next ones another,
+    None: all ranks together save one.
 
     Plain tensors are assumed to be the same on all ranks: each is written once, by the rank with
     the least to write. The caller has to make sure of it (harness/worker/replica_check.py does);
-    tensors
-    that differ between ranks need different names.
+    tensors that differ between ranks need different names.
     """
 
     def __init__(
-        self, snapshots: Snapshots, group: dist.ProcessGroup | None = None, own_memory: bool = True
+        self,
+        snapshots: Snapshots,
+        group: dist.ProcessGroup | None = None,
+        own_memory: bool = True,
+        each: int | None = None,
     ):
         """Create a saver. `own_memory`: False if the caller passes `begin` a buffer each time."""
         self.snapshots, self._group, self._own_memory = snapshots, group, own_memory
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.world = 1 if group is None else dist.get_world_size(group)
+        ranks = 1 if group is None else dist.get_world_size(group)
+        rank = 0 if group is None else dist.get_rank(group)
+        self.world = each or ranks
+        self._first = rank // self.world * self.world
+        self.rank = rank - self._first
         self._beside = TensorThread("stage")
         self._layout: Layout | None = None
         self._free: list[torch.Tensor] = []  # at most two: one being written, one being filled
@@ -457,6 +464,7 @@ class Saver:
         for plan in plans:
             if isinstance(plan, str):
                 raise ValueError(plan)
+        plans = plans[self._first : self._first + self.world]
         wanted: dict[str, tuple[Any, ...]] = {}
         for rank, plan in enumerate(plans):
             for item in plan.items:

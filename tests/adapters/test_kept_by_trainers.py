@@ -50,7 +50,7 @@ def test_the_others_keep_the_state_of_the_last_step(name, tmp_path):
     script, _ = script_of(name, tmp_path / "rough")
     script.under(3, *EXACT, *NEVER, LOSE=lose)
     assert "kept the state of step" in script.output()
-    first, again = facts(script, SessionStarted)
+    _, again = facts(script, SessionStarted)
     assert again.tier == "survivors" and again.resumed_step >= 4
     done = [fact.step for fact in facts(script, StepDone)]
     assert len(set(done)) == len(done)  # none is done again
@@ -65,6 +65,6 @@ def test_what_a_script_counts_on_rank_0_is_not_taken_from_another(tmp_path):
     """The script has a callback with a counter, which it may change on rank 0 only."""
     script, _ = script_of("transformers", tmp_path / "rough")
     script.under(3, *EXACT, *EVERY_3, LOSE="9:0")
-    first, again = facts(script, SessionStarted)
+    _, again = facts(script, SessionStarted)
     assert again.tier != "survivors" and again.resumed_step == 6, script.output()
     proven(script)

@@ -3,6 +3,7 @@ within replicas, as HARNESS_MESH says; or whole on one rank."""
 
 import hashlib
 import json
+import time
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ p = flags()
 p.add_argument("--whole", action="store_true")
 p.add_argument("--plain", action="store_true", help="the mesh is there, the model is not sharded")
 p.add_argument("--apart", action="store_true", help="the second copy has other shards")
+p.add_argument("--sleep-s", type=float, default=0.0, help="in each step")
 a = p.parse_args()
 
 
@@ -57,6 +59,7 @@ if a.apart and run.rank == run.world - 1:
     with torch.no_grad():
         model.blocks[0].up.weight.to_local().add_(0.5)
 for step in run.steps(Numbers(), total=a.total, global_batch=24, micro_batch=4):
+    time.sleep(a.sleep_s)
     for x, y in step:
         step.backward(nn.functional.cross_entropy(model(x), y))
     step.update(clip_norm=0.5)

@@ -12,7 +12,14 @@ import torch
 
 from harness.core.facts import SessionStarted, StepDone
 from harness.core.step_records import StepRecord
-from harness.worker.resuming.hand_over import PIECE_NBYTES, Chosen, Holding, chained, choose, plan
+from harness.worker.resuming.hand_over import (
+    PIECE_NBYTES,
+    ChosenPart,
+    Holding,
+    chained,
+    choose,
+    plan,
+)
 from harness.worker.resuming.kept_state import KeptState, ModelBuffers, marks_of
 from storage.snapshots.manifest import Ref
 from storage.snapshots.restore import RewindOrder
@@ -115,18 +122,18 @@ def test_whichever_worker_of_a_node_is_lost_another_one_keeps_the_state(nodes, c
 
 # ---- what is chosen ------------------------------------------------------------------------------
 S80, S40 = Ref(3, 80).name, Ref(2, 40).name
-KEPT = KeptState("run", 1, 3, 97, "aa", ("", S80), "", "", "file", {"a": (0, 10)})
+KEPT = KeptState("run", 1, 3, 97, 0, 1, "aa", ("", S80), "", "", "file", {"a": (0, 10)})
 
 
 def holdings(*kept):
-    return [Holding(True, one) for one in kept]
+    return [Holding(True, () if one is None else (one,)) for one in kept]
 
 
 def test_the_newest_step_is_chosen():
     older = replace(KEPT, step=96, content="bb")
     found = choose(holdings(older, KEPT, None, KEPT), "run", 1, S80, [])
-    assert (found.step, found.content, found.doubt) == (97, "aa", "")
-    assert (found.holders, found.takers) == ((1, 3), (0, 2))
+    assert (found.step, found.doubt) == (97, "")
+    assert found.parts == (ChosenPart(holders=(1, 3), takers=(0, 2)),)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +147,7 @@ def test_the_newest_step_is_chosen():
     ],
 )
 def test_what_does_not_come_after_the_newest_snapshot_is_not_used(change, newest, orders):
-    assert not choose(holdings(replace(KEPT, **change)), "run", 1, newest, orders).holders
+    assert not choose(holdings(replace(KEPT, **change)), "run", 1, newest, orders).parts
 
 
 def test_a_state_of_before_any_snapshot_is_used():
@@ -150,19 +157,53 @@ def test_a_state_of_before_any_snapshot_is_used():
 def test_the_odd_one_out_is_named_and_takes_the_others_state():
     odd = replace(KEPT, content="bb")
     found = choose(holdings(KEPT, odd, KEPT), "run", 1, S80, [])
-    assert (found.holders, found.takers) == ((0, 2), (1,))
+    assert found.parts == (ChosenPart(holders=(0, 2), takers=(1,)),)
     assert "rank 1" in found.doubt
 
 
 def test_without_a_majority_none_is_used():
     found = choose(holdings(KEPT, replace(KEPT, content="bb")), "run", 1, S80, [])
-    assert not found.holders and "different states of step 97" in found.doubt
+    assert not found.parts and "different states of step 97" in found.doubt
+
+
+def of_two(step, place, content=""):
+    """What a rank at this place keeps, of a copy on two ranks."""
+    return replace(KEPT, step=step, place=place, copy_ranks=2, content=content or f"place {place}")
+
+
+def sharded(*kept, copy_ranks=2):
+    """Holdings of nodes with a rank each."""
+    found = enumerate(holdings(*kept))
+    return [replace(one, place=n % copy_ranks, copy_ranks=copy_ranks) for n, one in found]
+
+
+def test_of_a_state_in_parts_some_survivor_must_have_each():
+    """Ranks 0 and 2 had finished step 97, but nobody with the other part had."""
+    found = choose(
+        sharded(of_two(97, 0), of_two(96, 1), of_two(96, 0), None), "run", 1, S80, []
+    )
+    assert found.step == 96
+    assert found.parts == (ChosenPart((2,), (0,)), ChosenPart((1,), (3,)))
+    assert not choose(sharded(of_two(97, 0), None), "run", 1, S80, []).parts
+
+
+def test_copies_on_fewer_ranks_need_the_others_parts_too():
+    found = choose(sharded(of_two(97, 0), of_two(97, 1), copy_ranks=1), "run", 1, S80, [])
+    assert found.parts == (ChosenPart((0,), (1,)), ChosenPart((1,), (0,)))
+
+
+def test_a_node_of_several_ranks_receives_a_part_once():
+    """Two nodes with a copy each; the first one's ranks are new."""
+    both = (of_two(97, 0), of_two(97, 1))
+    ranks = [(True, 0, ()), (False, 1, ()), (True, 0, both), (False, 1, ())]
+    found = choose([Holding(leads, kept, place, 2) for leads, place, kept in ranks], "run", 1, S80, [])
+    assert found.parts == (ChosenPart((2,), (0,)), ChosenPart((2,), (0,)))
 
 
 def test_every_taker_gets_every_byte_once_from_holders_in_turn():
-    chosen = Chosen(97, "aa", holders=(1, 3), takers=(0, 2))
-    pieces = plan(chosen, 5 * PIECE_NBYTES + 1)
-    for taker in chosen.takers:
+    part = ChosenPart(holders=(1, 3), takers=(0, 2))
+    pieces = plan(part, 5 * PIECE_NBYTES + 1)
+    for taker in part.takers:
         mine = sorted((start, end) for _, to, start, end in pieces if to == taker)
         assert mine[0][0] == 0 and mine[-1][1] == 5 * PIECE_NBYTES + 1
         assert all(a[1] == b[0] for a, b in itertools.pairwise(mine))

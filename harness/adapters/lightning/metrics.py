@@ -120,9 +120,10 @@ class StepLogs:
         news = [self._since_last(key) for key in epochwise]
         sums = torch.cat([torch.stack(rows), *news])
         dist.all_reduce(sums, group=self._run._peers.across or self._run._peers.everyone)
-        sums, *news = sums.split([len(rows), *map(len, news)])
-        for key, added in zip(epochwise, news, strict=True):
-            self._whole[key] = self._whole.get(key, 0.0) + added
+        at = len(rows)
+        for key, own in zip(epochwise, news, strict=True):
+            self._whole[key] = self._whole.get(key, 0.0) + sums[at : at + len(own)]
+            at += len(own)
         for i, key in enumerate(self._known):
             metric, summed, parts = self._results[key], sums[2 * i], sums[2 * i + 1]
             if not metric.meta.on_step:
@@ -252,10 +253,11 @@ class StepLogs:
                 value, size = self._whole[key].tolist()
                 state["logged"][key] |= {"value": value, "size": int(size)}
             elif (said := state["metrics"].get(name := metric.meta.metric_attribute)) is not None:
-                *parts, updates = self._whole[key].split([t.numel() for t in said["states"].values()] + [1])
-                said["updates"] = int(updates)
-                for (part, own), whole in zip(said["states"].items(), parts, strict=True):
-                    said["states"][part] = whole.to(own.dtype).reshape(own.shape)
+                states, at = said["states"], 0
+                for part, own in states.items():
+                    whole, at = self._whole[key][at : at + own.numel()], at + own.numel()
+                    states[part] = whole.to(own.dtype).reshape(own.shape)
+                said["updates"] = int(self._whole[key][-1])
                 unknown.discard(name)
         return None if unknown else state
 
@@ -330,9 +332,9 @@ def _adds_up(metric: Any) -> bool:
     if metric.is_tensor:
         return bool(metric.meta.is_mean_reduction or metric.meta.is_sum_reduction)
     *parts, _ = _epoch_so_far(metric)
-    sums = (getattr(one, "__name__", "") == "dim_zero_sum" for one in metric.value._reductions.values())
-    tensors = all(isinstance(one, torch.Tensor) for one in parts)
-    return all(sums) and tensors and sum(one.numel() for one in parts) <= MOST_SUMMED
+    ways = [getattr(one, "__name__", "") for one in metric.value._reductions.values()]
+    sums = set(ways) <= {"dim_zero_sum"} and all(isinstance(one, torch.Tensor) for one in parts)
+    return sums and sum(one.numel() for one in parts) <= MOST_SUMMED
 
 
 def _epoch_so_far(metric: Any) -> list[Any]:

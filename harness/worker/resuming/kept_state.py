@@ -20,8 +20,12 @@ An object whose state all ranks read together, or whose state differs by rank, m
 has one), or None if it does not know them now. Those of one keeper hold for all ranks then, and
 `content` leaves them out. If the object says `only_first_knows`, only rank 0 keeps a state.
 
+Where a copy of the model lies on several ranks and there are several copies, each rank keeps its
+part: of each place in a copy some rank must survive. Who keeps which tensors is agreed upon at the
+first boundary.
+
 Ranks keep nothing where that is not sound yet: on GPUs, whose kernels may run ahead of the host; if
-several ranks hold one copy of the model; or if some object's state cannot be read without the
+one copy of the model lies on all ranks; or if some object's state cannot be read without the
 others.
 """
 
@@ -46,12 +50,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from harness.core import step_records as rec
 from harness.node.marks import KEEP, KEPT, keeping_file
+from harness.worker.gradients.parallel import local_part
 from harness.worker.process_group import Peers
 from harness.worker.run_context import Run
 from harness.worker.training_state import SMALL_NBYTES, Training
 from storage.canonical_json import canonical, digest
 from storage.errors import StoreError
-from storage.snapshots.manifest import Manifest, Part, PartList, Ref
+from storage.snapshots.manifest import Part, PartList, Ref
 from storage.snapshots.snapshot_keys import part_prefix
 from storage.snapshots.staging import Segment, StageFull, free_nbytes
 from storage.tensors import dcp, state_tree
@@ -85,20 +90,24 @@ class KnowsOrigin(Protocol):
 
 @dataclass(frozen=True)
 class KeptState:
-    """A state in a node's stage. `content`: hash of its values, the same on all ranks that hold it;
-    `file`: where its bytes lie; `places`: (start, end) there, by key of the manifest's part;
-    `records`: as in `StateOrigin`, encoded."""
+    """A state in a node's stage, or a part of one. `place`: of its ranks in a copy of the model,
+    which `copy_ranks` ranks hold together; `content`: hash of its values, the same on all ranks
+    that hold it; `file`: where its bytes lie; `spans`: (start, end) there, by key of the manifest's
+    part; `records`: as in `StateOrigin`, encoded; `part_list`: as in a snapshot, of which this is
+    the part of rank `place`."""
 
     run: str
     phase: int
     epoch: int
     step: int
+    place: int
+    copy_ranks: int
     content: str
     behind: tuple[str, ...]
     records: str
-    manifest: str
+    part_list: str
     file: str
-    places: dict[str, tuple[int, int]]
+    spans: dict[str, tuple[int, int]]
 
     @property
     def ref(self) -> Ref:
@@ -109,30 +118,46 @@ class KeptState:
         return rec.decode(self.records.encode(), self.file)
 
     def write(self, folder: Path) -> None:
-        """Make this the state that the node keeps, and remove the one before."""
-        before = read(folder)
-        new = folder / f"{KEPT}.new"
+        """Make this the state that the node keeps of its place, and remove the one before."""
+        before = read(folder).get(self.place)
+        path = folder / KEPT.format(self.place)
+        new = path.with_suffix(".new")
         new.write_text(json.dumps(asdict(self)))
-        new.replace(folder / KEPT)
+        new.replace(path)
         if before is not None and before.file != self.file:
             Path(before.file).unlink(missing_ok=True)
 
 
-def read(folder: Path | None) -> KeptState | None:
-    """Return the state that this node keeps, if there is one."""
-    if folder is None:
-        return None
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        body = json.loads((folder / KEPT).read_text())
-        places = {key: (int(start), int(end)) for key, (start, end) in body["places"].items()}
-        return KeptState(**{**body, "behind": tuple(body["behind"]), "places": places})
-    return None
+PLACE_MARK = "@place"
+
+
+def of_place(name: str, place: int) -> str:
+    """Return the name of a tensor that the part of each place holds, in that part."""
+    return f"{name}{PLACE_MARK}{place}"
+
+
+def as_stored(tensors: dict[str, Any], place: int) -> dict[str, Any]:
+    """Return an index by the names that a snapshot has, of `of_place` that of one place."""
+    split = ((name.partition(PLACE_MARK), value) for name, value in tensors.items())
+    return {name: value for (name, mark, of), value in split if not mark or int(of) == place}
+
+
+def read(folder: Path | None) -> dict[int, KeptState]:
+    """Return what this node keeps, by place in a copy of the model."""
+    found = {}
+    for path in folder.glob(KEPT.format("*")) if folder is not None else ():
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            body = json.loads(path.read_text())
+            spans = {key: (int(start), int(end)) for key, (start, end) in body["spans"].items()}
+            kept = KeptState(**{**body, "behind": tuple(body["behind"]), "spans": spans})
+            found[kept.place] = kept
+    return found
 
 
 def drop(folder: Path) -> None:
-    """Remove the state that this node keeps."""
-    if (before := read(folder)) is not None:
-        (folder / KEPT).unlink(missing_ok=True)
+    """Remove what this node keeps."""
+    for place, before in read(folder).items():
+        (folder / KEPT.format(place)).unlink(missing_ok=True)
         Path(before.file).unlink(missing_ok=True)
 
 
@@ -200,8 +225,8 @@ class ModelBuffers:
 
 
 def marks_of(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
-    """Return version and address of each."""
-    return [(version_of(p), p.data_ptr()) for p in parameters]
+    """Return version and address of each, or of this rank's part of it."""
+    return [(version_of(p), p.data_ptr()) for p in map(local_part, parameters)]
 
 
 def noted(training: Training, step: int, held: ModelBuffers) -> Noted | None:
@@ -257,6 +282,15 @@ class KeepRequests:
         os.close(self._pipe)
 
 
+@dataclass
+class HeldModel:
+    """The model whose state is noted. `saver`: cuts it into parts, one for each place in a copy."""
+
+    model: nn.Module
+    buffers: ModelBuffers
+    saver: dcp.Saver
+
+
 class StateKeeper:
     """Keeps this rank's state when another is lost. `folder`: the node's stage; None: there is no
     agent, and nothing is kept. `origin`: tells where the present state comes from. `node`: the
@@ -275,7 +309,7 @@ class StateKeeper:
         self.folder, self._node = folder, node
         self._at_boundary = threading.Condition(threading.RLock())
         self._noted: Noted | None = None
-        self._buffers: tuple[nn.Module, ModelBuffers] | None = None
+        self._held: HeldModel | None = None
         self._standing = Standing.CHANGES
         # the saved step when it was last seen whether the node still keeps a state of an earlier
         # world; None: it keeps none
@@ -304,7 +338,6 @@ class StateKeeper:
             self.folder is not None
             and bool(self._run.url)
             and peers.device.type == "cpu"
-            and peers.copy_ranks == 1
             and training.is_readable_alone
             and self._standing is not Standing.COLLECTIVE
         )
@@ -320,20 +353,37 @@ class StateKeeper:
         model = self._training.model
         assert model is not None
         with self._at_boundary:
-            first = self._buffers is None or self._buffers[0] is not model
-            if self._buffers is None or first:
-                self._buffers = model, ModelBuffers(model)
+            first = self._held is None or self._held.model is not model
+            if self._held is None or first:
+                self._held = HeldModel(model, ModelBuffers(model), self._new_saver())
             before = self._peers.collectives() if first else 0
-            self._noted = noted(self._training, self._run.step, self._buffers[1])
+            self._noted = noted(self._training, self._run.step, self._held.buffers)
             # all ranks note the first time, and not always together later
-            if first and self._peers.collectives() != before:
-                self._standing = Standing.COLLECTIVE
-            else:
-                self._standing = Standing.WHOLE if self._noted else Standing.CHANGES
+            together = first and self._peers.collectives() != before
+            whole = Standing.WHOLE if self._noted is not None else Standing.CHANGES
+            self._standing = Standing.COLLECTIVE if together else whole
             self._at_boundary.notify_all()
+        if first and not together and not self._share_out(self._held.saver):
+            self._standing = Standing.COLLECTIVE
         if not first:  # the first time sets up what later ones use, and costs far more
             cost_s = time.perf_counter() - began_s
             self._again_s = max(self._again_s, began_s - SAVED_S) + cost_s / SHARE
+
+    def _new_saver(self) -> dcp.Saver:
+        ranks = self._peers.copy_ranks
+        together = (None, None) if ranks == 1 else (self._peers.control, ranks)
+        return dcp.Saver(self._run.snapshots, together[0], own_memory=False, each=together[1])
+
+    def _share_out(self, saver: dcp.Saver) -> bool:
+        """Agree, if a copy of the model lies on several ranks, who of these keeps which tensors.
+        Return whether that is possible."""
+        if self._peers.copy_ranks == 1:
+            return True  # all of them
+        if not all(self._peers.gather(self._noted is not None)) or self._noted is None:
+            return False
+        with contextlib.suppress(ValueError):  # on all ranks alike
+            saver.plan(self._whole(self._noted)[0])
+        return saver.planned
 
     def change(self, *_: Any) -> None:
         """Note that the state changes: an optimizer steps next, or other objects are trained."""
@@ -347,12 +397,17 @@ class StateKeeper:
         assert self.folder is not None
         if (saved := self._origin.saved_step) == self._looked_at:
             return
-        self._looked_at, kept = saved, read(self.folder)
-        if kept is None or saved >= kept.step:
+        self._looked_at, kept = saved, read(self.folder).values()
+        if all(saved >= one.step for one in kept):
             drop(self.folder)
             self._looked_at = None
 
     # ---- when another rank is lost ---------------------------------------------------------------
+    @property
+    def _place(self) -> int:
+        """The place of this rank in its copy of the model."""
+        return self._peers.rank % self._peers.copy_ranks
+
     def _obey(self, request: bytes) -> None:
         self._show_that_it_keeps()
         if request == KEEP and self.goes_on:
@@ -393,25 +448,25 @@ class StateKeeper:
 
     def has_kept(self) -> bool:
         """Return whether this node keeps a state of this run."""
-        kept = read(self.folder)
-        return kept is not None and kept.run == self._run.url
+        return any(one.run == self._run.url for one in read(self.folder).values())
 
     def _is_first(self) -> bool:
-        """Return whether this rank keeps the node's state. All are the same, so the first one does
-        that comes, unless only rank 0 has the state."""
+        """Return whether this rank keeps the state of its place. All ranks of a place are the same,
+        so the first one of a node does that comes, unless only rank 0 has the state."""
         assert self.folder is not None
         if self._peers.rank > 0 and self._training.only_first_knows:
             return False
         with contextlib.suppress(OSError):
-            claim = self.folder / f"keeper-e{self._run.epoch:06d}"
+            claim = self.folder / f"keeper-e{self._run.epoch:06d}-{self._place}"
             os.close(os.open(claim, os.O_CREAT | os.O_EXCL, 0o600))
             return True
         return False
 
     def _keep(self, noted: Noted) -> bool:
-        assert self.folder is not None and self._buffers is not None
-        lost = noted.changed() + self._buffers[1].lost()
-        if noted.weights != marks_of(self._buffers[1].parameters):
+        assert self.folder is not None and self._held is not None
+        saver, buffers = self._held.saver, self._held.buffers
+        lost = noted.changed() + buffers.lost()
+        if noted.weights != marks_of(buffers.parameters):
             lost.append("a weight of the model")
         if lost:
             print(
@@ -423,12 +478,9 @@ class StateKeeper:
         for one, groups in zip(self._training.optimizers, noted.options, strict=True):
             for group, options in zip(one.param_groups, groups, strict=True):
                 group.update(options)
-        with torch.no_grad():
-            tensors, plain = state_tree.split(self._training.state_trained())
-        put_back = {name: t for name, t in noted.buffers.items() if name in tensors}
-        tensors, plain = {**tensors, **put_back, **noted.tensors}, plain | noted.plain
-        saver = dcp.Saver(self._run.snapshots, None, own_memory=False)
-        saver.plan(tensors)
+        tensors, plain = self._whole(noted)
+        if self._peers.copy_ranks == 1:
+            saver.plan(tensors)
         if (free := free_nbytes(self.folder)) < 2 * saver.nbytes:
             raise StageFull(
                 f"{self.folder}: wanted room for {saver.nbytes >> 20} MiB twice, {free >> 20} MiB "
@@ -442,12 +494,25 @@ class StateKeeper:
         print(f"harness: kept the state of step {noted.step} in this node's memory", flush=True)
         return True
 
+    def _whole(self, noted: Noted) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return the whole state as it was noted, as tensors by path and plain data."""
+        with torch.no_grad():
+            tensors, plain = state_tree.split(self._training.state_trained())
+        put_back = {name: t for name, t in noted.buffers.items() if name in tensors}
+        tensors = {**tensors, **put_back, **noted.tensors}
+        if self._peers.copy_ranks > 1:  # what is not sharded belongs to each part
+            tensors = {
+                name if hasattr(t, "to_local") else of_place(name, self._place): t
+                for name, t in tensors.items()
+            }
+        return tensors, plain | noted.plain
+
     def _describe(
         self, step: int, staged: dcp.Staged, plain: dict[str, Any], path: Path
     ) -> KeptState:
-        ref = Ref(epoch=self._run.epoch, step=step)
+        ref = Ref(epoch=0, step=step)  # whichever world has kept it: parts belong together
         layout, chunk_nbytes = staged.layout, self._run.snapshots.chunk_nbytes
-        keys = {name: f"{part_prefix(ref, 0)}kept-{name}" for name in layout.files}
+        keys = {name: f"{part_prefix(ref, self._place)}kept-{name}" for name in layout.files}
         parts = tuple(
             Part.of(keys[name], content, chunk_nbytes) for name, content in staged.files().items()
         )
@@ -455,9 +520,9 @@ class StateKeeper:
             name: {**one, "chunks": [{**c, "part": keys[c["part"]]} for c in one["chunks"]]}
             for name, one in layout.index.items()
         }
-        data = {"state": plain}
-        told = PartList(ref, 0, 1, "kept", parts, index, data)
-        manifest = Manifest.merge([PartList.from_json(told.to_json())])
+        data = {"state": plain} if self._place == 0 else {}
+        ranks = self._peers.copy_ranks
+        told = PartList(ref, self._place, ranks, "kept", parts, index, data)
         origin, alone = self._origin.origin(), self._training.told_alone
         behind = [record for record in origin.records if record.step <= step]
         same = {name: value for name, value in plain.items() if name not in alone}
@@ -466,10 +531,12 @@ class StateKeeper:
             phase=self._run.phase.number,
             epoch=self._run.epoch,
             step=step,
+            place=self._place,
+            copy_ranks=ranks,
             content=digest(canonical([[part.hashes for part in parts], same])),
             behind=origin.behind,
             records=rec.encode(behind).decode(),
-            manifest=manifest.to_json(),
+            part_list=told.to_json(),
             file=str(path),
-            places={keys[name]: place for name, place in layout.files.items()},
+            spans={keys[name]: span for name, span in layout.files.items()},
         )

@@ -140,7 +140,7 @@ class Resume:
         newest, chosen = self._peers.agree(functools.partial(self._newest, restore, lease))
         if chosen.doubt:
             self._run.warn(chosen.doubt)
-        if chosen.holders:
+        if chosen.parts:
             base = self._from_survivors(newest, chosen)
             if self.kept is not None:
                 return base, False

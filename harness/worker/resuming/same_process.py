@@ -31,6 +31,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from torch.distributed import distributed_c10d as c10d
 
@@ -90,7 +91,7 @@ class SameProcess:
         mark = environ.get("HARNESS_MARK") if environ.get(SWITCH, "1") != "0" else None
         self._node = Path(mark).parent if mark else None
         self.resumes: RuntimeError | SystemExit | None = None
-        self._holds_garbage = False  # of the last world
+        self.holds_garbage = False  # of the last world
         # collectives when the script's own code outside its loops was last entered; None: this is
         # no such code. And whether that code has made some, which a newcomer would make alone, or
         # has asked for its share of something, which the next world shares out otherwise
@@ -107,7 +108,13 @@ class SameProcess:
         before, self.resumes = self.resumes, None
         if before is not None and not step:
             raise before
-        self._holds_garbage = before is not None
+        self.holds_garbage = before is not None
+
+    def collect(self) -> None:
+        """Free the memory of the last world, after the first step of this one: until then the
+        script holds a step of that."""
+        self.holds_garbage = False
+        gc.collect()
 
     def allow(self, streams: bool = False) -> None:
         """Let the process go on from now on, if that is sound. `streams`: data is a stream."""
@@ -164,6 +171,7 @@ class SameProcess:
         return (
             self._keeper.goes_on
             and self._keeper.is_possible
+            and self._peers.copy_ranks == 1
             and self._peers.formed_here
             and not self._needs_others
             and self._in_first_loop
@@ -175,7 +183,7 @@ class SameProcess:
     @property
     def keeps(self) -> bool:
         """True if the state can be kept in memory for the next world, on all ranks."""
-        return self._keeper.is_possible
+        return self._keeper.is_possible and self._peers.copy_ranks == 1
 
     def keep(self) -> bool:
         """Keep the state at a step boundary, and return whether this rank has."""
@@ -195,24 +203,14 @@ class SameProcess:
         self._ends.start()
         return True
 
-    @contextlib.contextmanager
-    def boundary(self) -> Iterator[None]:
-        """Surround a step boundary. If it ends the world and the process goes on, raise WorldOver.
-        After the first step of this world, free the memory of the last one: until then the script
-        holds a step of that."""
-        try:
-            yield
-        except (RuntimeError, SystemExit) as why:
-            if isinstance(why, SystemExit):
-                goes_on = why.code == RESIZE and self._may
-            else:
-                goes_on = self.survives(why)
-            if goes_on:
-                raise WorldOver(why) from None
-            raise
-        if self._holds_garbage:
-            self._holds_garbage = False
-            gc.collect()
+    def end(self, why: RuntimeError | SystemExit) -> NoReturn:
+        """Raise what has ended the world at a step boundary, as WorldOver if the process goes on
+        behind it."""
+        if isinstance(why, SystemExit):
+            goes_on = why.code == RESIZE and self._may
+        else:
+            goes_on = self.survives(why)
+        raise WorldOver(why) if goes_on else why
 
     def wait(self, why: RuntimeError | SystemExit) -> dict[str, str]:
         """Let go of the world, and wait for the next one. Return the environment that it begins

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 from support.worlds import newest, until
 
@@ -33,9 +34,9 @@ def lose_one(where, once):
     """If LOSE is "WHERE:RANK", and this is the worker of that rank. `once`: a file; if it is there,
     nobody dies any more."""
     place, _, rank = os.environ.get("LOSE", "").partition(":")
-    name = open("/proc/self/comm").read().strip()
+    name = Path("/proc/self/comm").read_text().strip()
     if place == where and name == f"rank-{rank}" and not os.path.exists(once):
-        open(once, "x").close()
+        Path(once).touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
