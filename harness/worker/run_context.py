@@ -164,6 +164,12 @@ class Run:
         self._closing.set()
         self.flush()
 
+    def close_soon(self, within_s: float) -> None:
+        """Call `close`, and wait for it no longer than this: others wait for this process."""
+        last = threading.Thread(target=self.close, name="last-facts", daemon=True)
+        last.start()
+        last.join(within_s)
+
     # ---- identity --------------------------------------------------------------------------------
     @property
     def identity(self) -> dict[str, Any] | None:

@@ -221,7 +221,7 @@ class SameProcess:
         self._peers.disband()
         self._hold.close()
         self._training.release()
-        threading.Thread(target=self._run.close, name="last-facts", daemon=True).start()
+        self._run.close_soon(within_s=0.0)
         status = PARTED if isinstance(why, SystemExit) else LOST
         if (order := wait(self._node, status)) is None:
             raise why
