@@ -50,6 +50,9 @@ def look_again_s(environ: dict[str, str]) -> tuple[float, ...]:
     return found
 
 
+LAST_FACTS_S = 0.5  # for what a process has to write that ends as another rank is lost
+
+
 class Run:
     """The run. `url`: None without a bucket. `step`: optimizer updates done, in all phases.
     `phase`: the present one."""
@@ -164,7 +167,7 @@ class Run:
         self._closing.set()
         self.flush()
 
-    def close_soon(self, within_s: float) -> None:
+    def close_soon(self, within_s: float = LAST_FACTS_S) -> None:
         """Call `close`, and wait for it no longer than this: others wait for this process."""
         last = threading.Thread(target=self.close, name="last-facts", daemon=True)
         last.start()

@@ -104,7 +104,6 @@ class SafePoint:
 
 
 GUARDS = "HARNESS_GUARDS"
-LAST_FACTS_S = 0.5  # for what rank 0 has to write before it ends for another rank's loss
 MOST_STEPS = 1000  # between two safe points; if there are more, none are recorded
 
 
@@ -193,7 +192,7 @@ class Session:
         """Keep the state of the last whole step in this node's memory: another rank is lost."""
         self._peers.hang_up()
         self._keeper.keep()
-        self._run.close_soon(LAST_FACTS_S)
+        self._run.close_soon()
 
     def out_of_memory(self) -> str:
         """Return in words that memory has run out here, and what holds it."""

@@ -96,8 +96,8 @@ class TrainerMemory:
     @property
     def only_first_knows(self) -> bool:
         """True if callbacks of the script count something, perhaps on one rank only."""
-        callbacks = self._trainer.callback_handler.callbacks
-        return any(counters(one).get("attributes") for one in callbacks if not is_theirs(one))
+        own = [c for c in self._trainer.callback_handler.callbacks if not is_theirs(c)]
+        return any(told for callback in own for told in counters(callback).values())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         text = state["text"]

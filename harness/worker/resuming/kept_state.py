@@ -443,6 +443,7 @@ class StateKeeper:
                 except (OSError, StoreError, TypeError, ValueError, RuntimeError) as e:
                     print(f"harness: the state of this node is lost: {e}", flush=True)
             if ends:
+                self._run.close_soon()
                 os._exit(1)
         return kept
 
