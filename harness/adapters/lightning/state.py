@@ -30,6 +30,7 @@ LEFT_OUT = (
     "datamodule_hparams_name",
     "datamodule_hparams_type",
 )
+LIGHTNING = ("lightning", "pytorch_lightning")  # the packages
 SMALL = 64  # most elements of tensors that are taken from rank 0: scores, counters
 # attributes of ModelCheckpoint that keep it from saving a step twice
 REMEMBERED = ("_last_global_step_saved", "_defer_save_until_validation")
@@ -87,14 +88,21 @@ class LightningState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state. Collective: small tensors and plain values are rank 0's."""
-        tensors, plain = state_tree.split(self.state_alone())
+        tensors, plain = state_tree.split(self._whole())
         small = {name: t.detach().cpu() for name, t in tensors.items() if t.numel() <= SMALL}
         plain, small = self._run._peers.agree(lambda: (plain, small))
         joined: dict[str, Any] = state_tree.join({**tensors, **small}, plain)
         return joined
 
-    def state_alone(self) -> dict[str, Any]:
-        """Return the state as this rank knows it."""
+    def state_alone(self) -> dict[str, Any] | None:
+        """Return the state as this rank knows it; None: a hook of the script acts when a checkpoint
+        is made, and must not at each step."""
+        makers = [self._trainer.lightning_module, *self._trainer.callbacks]
+        hooks = [getattr(type(one), "on_save_checkpoint", None) for one in makers]
+        theirs = all(hook.__module__.startswith(LIGHTNING) for hook in hooks if hook is not None)
+        return self._whole() if theirs else None
+
+    def _whole(self) -> dict[str, Any]:
         trainer = self._trainer
         self.being_made = True
         try:
