@@ -200,6 +200,39 @@ def test_a_node_of_several_ranks_receives_a_part_once():
     assert found.parts == (ChosenPart((2,), (0,)), ChosenPart((2,), (0,)))
 
 
+def worlds(copy_ranks):
+    """Every world of four ranks, each on a node of its own, some of which have come to step 96, some
+    to 97, some to a 97 that is wrong, and some are new."""
+    for states in itertools.product((None, 96, 97, "wrong"), repeat=4):
+        held = []
+        for rank, state in enumerate(states):
+            place = rank % copy_ranks
+            step, content = (97, "wrong") if state == "wrong" else (state, f"{state} {place}")
+            kept = replace(KEPT, step=step or 0, place=place, copy_ranks=copy_ranks, content=content)
+            held.append(Holding(True, (kept,) if state else (), place, copy_ranks))
+        yield states, held
+
+
+@pytest.mark.parametrize("copy_ranks", [1, 2, 4])
+def test_in_every_world_the_newest_step_is_chosen_that_survivors_hold_whole(copy_ranks):
+    for states, held in worlds(copy_ranks):
+        found = choose(held, "run", 1, S80, [])
+        at = {step: {r % copy_ranks for r, s in enumerate(states) if s == step} for step in (96, 97)}
+        whole = [step for step, places in at.items() if len(places) == copy_ranks]
+        if "wrong" not in states:
+            assert (found.step if found.parts else None) == max(whole, default=None), states
+        for place, part in enumerate(found.parts):
+            told = {held[rank].kept[0].content for rank in part.holders}
+            assert len(told) == 1 and {held[r].kept[0].step for r in part.holders} == {found.step}
+            ranks = [r for r in range(4) if r % copy_ranks == place]
+            assert sorted(part.holders + part.takers) == ranks, states
+            right = [r for r in ranks if states[r] == found.step]
+            if len(right) > states.count("wrong"):  # a wrong one is outvoted, and named
+                assert part.holders == tuple(right), states
+                wrong = [r for r in ranks if states[r] == "wrong" and found.step == 97]
+                assert not wrong or "held another state" in found.doubt
+
+
 def test_every_taker_gets_every_byte_once_from_holders_in_turn():
     part = ChosenPart(holders=(1, 3), takers=(0, 2))
     pieces = plan(part, 5 * PIECE_NBYTES + 1)
