@@ -22,7 +22,10 @@ was: this harness beside plain torchrun with a DCP checkpoint, on the same model
 Systems: `harness`; `harness-fork` (HARNESS_STAY=0: its processes end with their world, and others
 are forked); `torchrun-best` (last call 1 s, keep-alive 3 x 1 s,
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1); `torchrun` (its defaults); `bucket` (torchrun with our
-rendezvous, --rdzv-backend=bucket). In every round each system does each kind once, so that what
+rendezvous, --rdzv-backend=bucket); `torchft` (if it is installed: gloo, a replica for each process,
+all gradients in one `Manager.allreduce`, a lighthouse that takes a replica for lost after 0.5 s;
+its data is shared out by the replicas that there are, and it has no bucket; no kind `worker`). In
+every round each system does each kind once, so that what
 else the machine does falls on all alike. A time counts from just before the kill to the end of the
 first optimizer step of any new worker. `never` means that the survivors ended, or that there was no
 step within --limit-s. Nothing is excluded. The table at the end says where the harness's time goes,
@@ -33,6 +36,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import socket
@@ -41,12 +45,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-SYSTEMS = ("harness", "harness-fork", "torchrun-best", "torchrun", "bucket")
+TORCHFT = "torchft"
+SYSTEMS = ("harness", "harness-fork", "torchrun-best", "torchrun", "bucket", TORCHFT)
 KINDS = ("worker", "node", "first", "join")  # what can be asked for
 FURTHER = "{} further"
 SHOWN = (*KINDS, "pause", *map(FURTHER.format, KINDS[:3]))
@@ -106,6 +116,8 @@ def train(system: str) -> None:
                 say("step", step.number, run.world, run.epoch)
         return
 
+    if system == TORCHFT:
+        train_torchft(model, optimizer, dataset, fill)
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -151,6 +163,79 @@ def train(system: str) -> None:
             )
 
 
+def train_torchft(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dataset: list[tuple[torch.Tensor, torch.Tensor]],
+    fill: Callable[[], None],
+) -> NoReturn:
+    """Train as a replica of torchft's, as its manager's documentation has it."""
+    import torch
+    from torch.nn import functional as F
+    from torch.nn.utils import parameters_to_vector
+    from torchft import Manager, Optimizer, ProcessGroupGloo
+
+    parts = {"model": model, "optimizer": optimizer}
+
+    def load(state: dict[str, Any]) -> None:
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+
+    bound = timedelta(seconds=5)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=bound),
+        load_state_dict=load,
+        state_dict=lambda: {name: part.state_dict() for name, part in parts.items()},
+        min_replica_size=1,
+        timeout=bound,
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        lighthouse_addr=os.environ["BENCH_LIGHTHOUSE"],
+        replica_id=f"replica-{os.getpid()}",
+        hostname="127.0.0.1",
+    )
+    managed, before, epoch = Optimizer(manager, optimizer), 0, 0
+    say("attached", 0, 1)
+    while True:
+        managed.zero_grad()  # and it begins to agree on who is there
+        manager.wait_quorum()
+        world, rank = manager.num_participants(), manager.participating_rank() or 0
+        before, epoch = world, epoch + (world != before)
+        step = manager.current_step() + 1
+        for i in range(rank, GLOBAL_BATCH // MICRO_BATCH, world):
+            rows = [
+                dataset[(step * GLOBAL_BATCH + i * MICRO_BATCH + j) % len(dataset)]
+                for j in range(MICRO_BATCH)
+            ]
+            x, y = (torch.stack(t) for t in zip(*rows, strict=True))
+            F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        flat = parameters_to_vector(grads)
+        manager.allreduce(flat).wait()
+        at = 0
+        for grad in grads:
+            grad.copy_(flat[at : at + grad.numel()].view_as(grad))
+            at += grad.numel()
+        fill()
+        if manager.should_commit():
+            optimizer.step()
+            say("step", step, world, epoch)
+
+
+def lighthouse(bind: str) -> NoReturn:
+    """Serve torchft's replicas, which ask it who is there."""
+    from torchft.coordination import LighthouseServer
+
+    _kept = LighthouseServer(
+        bind, min_replicas=1, join_timeout_ms=500, quorum_tick_ms=50, heartbeat_timeout_ms=500
+    )
+    while True:
+        time.sleep(3600.0)
+
+
 # ---- what trains it ------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Line:
@@ -187,6 +272,7 @@ class System:
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     number: int = 0
     port: int = 0
+    beside: list[subprocess.Popen[bytes]] = field(default_factory=list)  # what no loss takes
 
     def __post_init__(self) -> None:
         for name in ("log", "checkpoints"):
@@ -199,8 +285,19 @@ class System:
     def is_ours(self) -> bool:
         return self.name.startswith("harness")
 
+    def _lighthouse(self) -> None:
+        words = [sys.executable, str(Path(__file__).resolve())]
+        with open(self.folder / "node0.log", "wb") as log:
+            self.beside.append(
+                subprocess.Popen(
+                    [*words, "--lighthouse", f"127.0.0.1:{self.port}"], stdout=log, stderr=log
+                )
+            )
+
     def start(self) -> None:
         self.number += 1
+        if self.name == TORCHFT and not self.beside:
+            self._lighthouse()
         env = {
             k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "AWS_", "TORCH"))
         }
@@ -218,11 +315,8 @@ class System:
             "HARNESS_NODE_DIR": str(self.folder / f"node{self.number}"),
             "HARNESS_STAY": "0" if self.name == "harness-fork" else "1",
         }
-        script = [
-            str(Path(__file__).resolve()),
-            "--train",
-            "harness" if self.is_ours else "torchrun",
-        ]
+        trains = "harness" if self.is_ours else TORCHFT if self.name == TORCHFT else "torchrun"
+        script = [str(Path(__file__).resolve()), "--train", trains]
         if self.is_ours:
             words = [
                 "-m",
@@ -236,6 +330,10 @@ class System:
                 "gpu_health=off",
                 "--",
             ]
+        elif self.name == TORCHFT:
+            words = []
+            env |= {"RANK": "0", "BENCH_LIGHTHOUSE": f"http://127.0.0.1:{self.port}"}
+            env["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         else:
             words = [
                 "-m",
@@ -318,6 +416,9 @@ class System:
         node.wait()
 
     def close(self) -> None:
+        for process in self.beside:
+            process.kill()
+            process.wait()
         while self.nodes:
             if self.nodes[0].poll() is None:
                 self.kill(0)
@@ -440,7 +541,7 @@ def play(
 ) -> list[Sample]:
     """Each kind once."""
     samples = []
-    if "worker" in kinds:
+    if "worker" in kinds and name != TORCHFT:
         with system(name, folder / "one", 2, pace) as s:
             s.start()
             samples += lose(s, "worker", 2, limit_s)
@@ -518,7 +619,9 @@ def judge(samples: list[Sample], step_s: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--train", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--lighthouse", default="", help=argparse.SUPPRESS)
+    there = [s for s in SYSTEMS if s != TORCHFT or importlib.util.find_spec(TORCHFT)]
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=there)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
@@ -531,6 +634,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", default="", help="write all samples here, as JSON")
     flags = parser.parse_args()
+    if flags.lighthouse:
+        lighthouse(flags.lighthouse)
     if flags.train:
         train(flags.train)
         return
