@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import fsspec
 import pytest
@@ -148,7 +149,12 @@ def test_nodes_join_the_one_with_rank_0_is_killed_and_the_run_finishes(torchruns
 
 @pytest.fixture(params=["file", "s3"])
 def bucket(request, tmp_path):
-    """URL of a run, and options for its store."""
+    """URL of a run, and options for its store. Handlers tell the workers of their process the run."""
+    with mock.patch.dict(os.environ):
+        yield from place(request, tmp_path)
+
+
+def place(request, tmp_path):
     if request.param == "file":
         yield f"{tmp_path}/runs/x", {}
         return
