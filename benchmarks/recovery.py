@@ -25,11 +25,11 @@ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1); `torchrun` (its defaults); `bucket` (torc
 rendezvous, --rdzv-backend=bucket); `torchft` (if it is installed: gloo, a replica for each process,
 all gradients in one `Manager.allreduce`, a lighthouse that takes a replica for lost after 0.5 s;
 its data is shared out by the replicas that there are, and it has no bucket; no kind `worker`). In
-every round each system does each kind once, so that what
-else the machine does falls on all alike. A time counts from just before the kill to the end of the
-first optimizer step of any new worker. `never` means that the survivors ended, or that there was no
-step within --limit-s. Nothing is excluded. The table at the end says where the harness's time goes,
-from its workers' own marks and its agents' facts.
+every round each system does each kind once, so that what else the machine does falls on all alike.
+A time counts from just before the kill to the end of the first optimizer step of any new worker.
+`never` means that the survivors ended, or that there was no step within --limit-s. Nothing is
+excluded. The table at the end says where the harness's time goes, from its workers' own marks and
+its agents' facts.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import torch
+
+    Samples = list[tuple[torch.Tensor, torch.Tensor]]
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHFT = "torchft"
@@ -139,13 +141,7 @@ def train(system: str) -> None:
         )
     say("prepared", begun[0], world)
     for step in range(begun[0] + 1, 1_000_000):
-        for i in range(rank, GLOBAL_BATCH // MICRO_BATCH, world):
-            rows = [
-                dataset[(step * GLOBAL_BATCH + i * MICRO_BATCH + j) % len(dataset)]
-                for j in range(MICRO_BATCH)
-            ]
-            x, y = (torch.stack(t) for t in zip(*rows, strict=True))
-            last = i + world >= GLOBAL_BATCH // MICRO_BATCH
+        for x, y, last in micro_batches(dataset, step, rank, world):
             with contextlib.nullcontext() if last else ddp.no_sync():
                 F.cross_entropy(ddp(x).flatten(0, 1), y.flatten()).backward()
         fill()
@@ -163,10 +159,23 @@ def train(system: str) -> None:
             )
 
 
+def micro_batches(
+    dataset: Samples, step: int, rank: int, world: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+    """A rank's micro-batches of a step, and whether each is its last one."""
+    import torch
+
+    for i in range(rank, GLOBAL_BATCH // MICRO_BATCH, world):
+        first = step * GLOBAL_BATCH + i * MICRO_BATCH
+        rows = [dataset[(first + j) % len(dataset)] for j in range(MICRO_BATCH)]
+        x, y = (torch.stack(t) for t in zip(*rows, strict=True))
+        yield x, y, i + world >= GLOBAL_BATCH // MICRO_BATCH
+
+
 def train_torchft(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    dataset: list[tuple[torch.Tensor, torch.Tensor]],
+    dataset: Samples,
     fill: Callable[[], None],
 ) -> NoReturn:
     """Train as a replica of torchft's, as its manager's documentation has it."""
@@ -205,20 +214,13 @@ def train_torchft(
         world, rank = manager.num_participants(), manager.participating_rank() or 0
         before, epoch = world, epoch + (world != before)
         step = manager.current_step() + 1
-        for i in range(rank, GLOBAL_BATCH // MICRO_BATCH, world):
-            rows = [
-                dataset[(step * GLOBAL_BATCH + i * MICRO_BATCH + j) % len(dataset)]
-                for j in range(MICRO_BATCH)
-            ]
-            x, y = (torch.stack(t) for t in zip(*rows, strict=True))
+        for x, y, _ in micro_batches(dataset, step, rank, world):
             F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         flat = parameters_to_vector(grads)
         manager.allreduce(flat).wait()
-        at = 0
-        for grad in grads:
-            grad.copy_(flat[at : at + grad.numel()].view_as(grad))
-            at += grad.numel()
+        for grad, mean in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
         fill()
         if manager.should_commit():
             optimizer.step()
@@ -272,7 +274,7 @@ class System:
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     number: int = 0
     port: int = 0
-    beside: list[subprocess.Popen[bytes]] = field(default_factory=list)  # what no loss takes
+    lighthouse: subprocess.Popen[bytes] | None = None  # torchft's, which no loss takes
 
     def __post_init__(self) -> None:
         for name in ("log", "checkpoints"):
@@ -285,19 +287,13 @@ class System:
     def is_ours(self) -> bool:
         return self.name.startswith("harness")
 
-    def _lighthouse(self) -> None:
-        words = [sys.executable, str(Path(__file__).resolve())]
-        with open(self.folder / "node0.log", "wb") as log:
-            self.beside.append(
-                subprocess.Popen(
-                    [*words, "--lighthouse", f"127.0.0.1:{self.port}"], stdout=log, stderr=log
-                )
-            )
-
     def start(self) -> None:
         self.number += 1
-        if self.name == TORCHFT and not self.beside:
-            self._lighthouse()
+        if self.name == TORCHFT and self.lighthouse is None:
+            words = [sys.executable, str(Path(__file__).resolve())]
+            words += ["--lighthouse", f"127.0.0.1:{self.port}"]
+            with open(self.folder / "node0.log", "wb") as log:
+                self.lighthouse = subprocess.Popen(words, stdout=log, stderr=log)
         env = {
             k: v for k, v in os.environ.items() if not k.startswith(("HARNESS_", "AWS_", "TORCH"))
         }
@@ -416,9 +412,9 @@ class System:
         node.wait()
 
     def close(self) -> None:
-        for process in self.beside:
-            process.kill()
-            process.wait()
+        if self.lighthouse is not None:
+            self.lighthouse.kill()
+            self.lighthouse.wait()
         while self.nodes:
             if self.nodes[0].poll() is None:
                 self.kill(0)
