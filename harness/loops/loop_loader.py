@@ -466,6 +466,7 @@ class MicroLoader:
             adapter="run.loader",
             per_device=False,
         )
+        front._work.log.when_whole = front._keeper.note  # its steps are the session's own
         front._same.check(front.step)
         if not place.steps:  # the script may have ended the run behind the last epoch
             front._hands.hear_enough()

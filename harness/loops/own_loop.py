@@ -152,6 +152,7 @@ class OwnLoop:
         work = self._work = run._work
         self._hands, self._place, self.halves = run._hands, place, run._halves
         self._keeper = run._keeper
+        work.log.when_whole = lambda: None  # the trainer's own state is whole at boundaries only
         self.reading, self._own_work = reading, OwnWork.of(run)
         if work.training.loads.watches:
             raise BadInput(
@@ -187,7 +188,6 @@ class OwnLoop:
         if samples is not None and not 0 < samples <= full:
             raise ValueError(f"wanted 1 to {full} samples, found {samples}")
         self._own_work.end()
-        self._work.log.when_whole = lambda: None  # the trainer's own state is so at boundaries only
         self._work.peers.life.tell(WorkerPhase.COMPUTE, self._work.run.step)
         samples = full if samples is None else samples
         return OwnStep(self, self._work, count, samples, rounds, self._place)

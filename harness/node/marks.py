@@ -25,15 +25,16 @@ from harness.node.heartbeat import handles
 
 
 class Want(IntEnum):
-    """The request of a mark; the greatest one wins. All but SNAPSHOT end the generation after a
+    """The request of a mark; the greatest one wins. From GROW on, they end the generation after a
     committed snapshot; GROW, where that is possible, with a state that the nodes keep instead."""
 
     NOTHING = 0
-    SNAPSHOT = 1
-    GROW = 2  # all workers leave, and come back with newcomers
-    RESIZE = 3  # all workers leave; the agents decide which come back
-    DRAIN = 4  # all workers leave, to be continued elsewhere
-    STOP = 5  # all workers leave, and none comes back automatically
+    KEEP_AHEAD = 1  # of workers only: the nodes keep the state in memory, and training goes on
+    SNAPSHOT = 2
+    GROW = 3  # all workers leave, and come back with newcomers
+    RESIZE = 4  # all workers leave; the agents decide which come back
+    DRAIN = 5  # all workers leave, to be continued elsewhere
+    STOP = 6  # all workers leave, and none comes back automatically
 
 
 # in the node's folder: the mark, the file by which a worker shows that it reads it, and the one

@@ -36,6 +36,7 @@ from harness.uploader.senders import (
     SnapshotSender,
     fact_of,
     fence,
+    not_kept,
     sign_seen,
 )
 from storage.errors import StoreError
@@ -138,13 +139,20 @@ class UploaderConnection:
             raise StageFull(answer["error"])
         return answer
 
-    def send(self, job: UploadJob, path: str, done: Done, free: Free = lambda: None) -> None:
+    def send(
+        self,
+        job: UploadJob,
+        path: str,
+        done: Done,
+        free: Free = lambda: None,
+        what: str = "send",
+    ) -> None:
         """Hand over a job. `done` is called with its outcome; `free` when nobody needs the segment
         any more. Unless the uploader is stopped, the job outlives this process from now on. Raises
         ConnectionError."""
         number = next(self._numbers)
         self._later[number] = job, done, free
-        said = self._say({"do": "send", "n": number, "job": job.to_dict(), "path": path})
+        said = self._say({"do": what, "n": number, "job": job.to_dict(), "path": path})
         said.wait(HAND_OVER_S)
 
     def _say(self, body: dict[str, Any]) -> threading.Event:
@@ -232,11 +240,12 @@ class UploaderClient:
         self._folder, self._fallback, self._slots = folder, fallback, list[Slot]()
         self._mine: dict[str, Any] = {"rank": local_rank, "epoch": epoch}
         self._pending: dict[Ref, tuple[UploadJob, Segment, Done]] = {}
+        self._keeping: dict[Ref, tuple[UploadJob, Done]] = {}
         self._lock, self._reserving = threading.Lock(), threading.Lock()
         self._freed = threading.Condition()
         self._line = UploaderConnection(folder, on_lost=self._take_over)
 
-    def segment(self, nbytes: int) -> Segment:
+    def segment(self, nbytes: int, must: bool = True) -> Segment:
         with self._reserving:
             if self._line.lost:
                 with contextlib.suppress(ConnectionError):  # there is no new uploader yet
@@ -254,6 +263,8 @@ class UploaderClient:
             except ConnectionError:
                 return self._fallback.segment(nbytes)
             except StageFull as e:
+                if not must:
+                    raise
                 with self._freed:  # the uploader stops copying to nearer tiers for this
                     self._freed.wait_for(lambda: not any(s.near for s in self._slots), FREE_S)
                 if (segment := self._free_one(nbytes)) is not None:
@@ -309,11 +320,42 @@ class UploaderClient:
             # does nothing.
             self._take_over()
 
+    def keep(self, job: UploadJob, segment: Segment, done: Done) -> None:
+        if not any(slot.segment is segment for slot in self._slots):
+            self._fallback.keep(job, segment, done)
+            return
+
+        def kept(outcome: UploadOutcome) -> None:
+            with self._lock:
+                waits = self._keeping.pop(job.ref, None)
+            if waits is not None:
+                done(outcome)
+
+        with self._lock:
+            self._keeping[job.ref] = job, done
+        try:
+            self._line.send(job, str(segment.path), kept, what="keep")
+        except OSError:
+            self._take_over()
+
+    def set_ahead(self, state: str) -> None:
+        with contextlib.suppress(ConnectionError):
+            self._line.begin("set ahead", state=state)
+
+    def ahead(self) -> str:
+        try:
+            return str(self._line.ask("ahead")["state"])
+        except (ConnectionError, StageFull):
+            return ""
+
     def _take_over(self) -> None:
         """Send unfinished jobs by the fallback. The fencing token is unchanged, so sending a share
         twice is harmless."""
         with self._lock:
             pending, self._pending = list(self._pending.values()), {}
+            keeping, self._keeping = list(self._keeping.values()), {}
+        for job, done in keeping:
+            done(not_kept(job, "this node's uploader has ended"))
         for slot in [slot for slot in self._slots if slot.near]:
             self.give_back(slot.segment)
         for job, segment, landed in pending:
@@ -366,7 +408,7 @@ class _Kept:
     rank: int
     epoch: int
     busy: bool = False
-    ref: Ref | None = None  # the written snapshot whose share of this rank is complete in here
+    ref: Ref | None = None  # the snapshot, or kept state, whose share of this rank is in here
     parts: dict[str, tuple[int, int]] = field(default_factory=dict)
     tier: SegmentTier | None = None  # the part that peers may read
 
@@ -510,6 +552,16 @@ class UploadServer:
                 self._trainers.came(job.beside.watch, caller)
                 self._send(job, request["path"], later)
                 return None
+            case "keep":
+                job = UploadJob.from_dict(request["job"])
+                words = job, self._filling(request["path"]), later
+                threading.Thread(target=self._keep, args=words, daemon=True).start()
+                return None
+            case "set ahead":
+                self.nearby.set_ahead(request["state"])
+                return {}
+            case "ahead":
+                return {"state": self.nearby.ahead.encode() if self.nearby.ahead else ""}
             case "held":
                 return {
                     "near": {"parts": self._held(Ref.parse(request["ref"])), **self.nearby.told()}
@@ -546,10 +598,7 @@ class UploadServer:
     def _send(self, job: UploadJob, path: str, later: TellLater) -> None:
         """Upload a job. Report its outcome when it is known, and that the segment is free once the
         nearer tiers have copied what they can; nobody waits for that."""
-        with self._lock:
-            kept = self._kept[path]
-            kept.busy, kept.ref, kept.parts, kept.tier = True, None, {}, None
-
+        kept = self._filling(path)
         view = kept.segment.view
 
         def landed(outcome: UploadOutcome) -> None:
@@ -578,6 +627,39 @@ class UploadServer:
             job, kept.segment.view, landed, lambda forecast: self._expect(forecast, job)
         )
 
+    def _filling(self, path: str) -> _Kept:
+        """Return the segment at this path, which now holds what is not known yet."""
+        with self._lock:
+            kept = self._kept[path]
+            kept.busy, kept.ref, kept.parts, kept.tier = True, None, {}, None
+            return kept
+
+    def _keep(self, job: UploadJob, kept: _Kept, later: TellLater) -> None:
+        """Keep a share in memory here and on the next node, and report its outcome."""
+        began_s, path, view = time.monotonic(), str(kept.segment.path), kept.segment.view
+        try:
+            files = {name: view[start:end] for name, (start, end) in job.files.items()}
+            told = self.snapshots.list_of(
+                job.ref, job.rank, job.world, files, job.tensors, job.data, job.token
+            )
+            spans = {
+                part.key: span for part, span in zip(told.parts, job.files.values(), strict=True)
+            }
+            tier = SegmentTier(told.parts, {key: (path, *span) for key, span in spans.items()})
+            self.nearby.keep(told, list(files.values()))
+        except (StoreError, OSError, ValueError) as e:
+            kept.busy = False
+            later({"outcome": not_kept(job, str(e)).to_dict(), "free": True})
+            return
+        with self._lock:
+            kept.busy, kept.ref, kept.parts, kept.tier = False, job.ref, spans, tier
+        note = {**job.note, "part_list": told.to_json()}
+        took_s = time.monotonic() - began_s
+        outcome = UploadOutcome(
+            job.ref, job.rank, "kept", job.nbytes, commit_s=took_s, note=note
+        )
+        later({"outcome": outcome.to_dict(), "free": True})
+
     def _held(self, ref: Ref) -> dict[str, FileRange]:
         with self._lock:
             kept = [(path, k) for path, k in self._kept.items() if k.ref == ref]
@@ -592,7 +674,7 @@ class UploadServer:
             places = {key: job.files[name] for key, name in outcome.parts.items()}
             path = str(kept.segment.path)
             kept.tier = SegmentTier(
-                manifest, {key: (path, start, end) for key, (start, end) in places.items()}
+                manifest.parts, {key: (path, start, end) for key, (start, end) in places.items()}
             )
             self.nearby.fill(
                 manifest,

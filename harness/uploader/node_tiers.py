@@ -18,7 +18,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,11 @@ from harness.bucket.layout import (
     secret_of,
 )
 from harness.core.world import BadInput
+from harness.uploader.ahead_state import AheadState
 from storage.canonical_json import BadObject
 from storage.errors import StoreError
 from storage.private_folders import NotOurs, own_folder
-from storage.snapshots.manifest import Manifest, Ref, chunk_id
+from storage.snapshots.manifest import Manifest, PartList, Ref, chunk_id
 from storage.snapshots.snapshot_keys import writer_of
 from storage.stores.objects import ObjectStore
 from storage.tiers.folder_tier import FolderTier, OwnedFolder
@@ -190,6 +191,15 @@ class NearbyConfig:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Neighbour:
+    """The next member of a generation (the code's `epoch`). `alone`: there is none."""
+
+    epoch: int = 0
+    alone: bool = False
+    tier: PeerTier = field(default_factory=lambda: PeerTier([], ""))
+
+
 class NodeTiers:
     """A node's tiers. `member`: this node's name. `staged()`: returns tiers with the snapshots that
     this node has staged and that are committed."""
@@ -207,7 +217,8 @@ class NodeTiers:
         self._owned: list[OwnedFolder] = []
         self._data: dict[str, FolderTier] = {}  # folder -> its cache of data
         self._kept: dict[Ref, Manifest] = {}
-        self._neighbour: tuple[int, PeerTier] = (0, PeerTier([], ""))  # (generation, its tier)
+        self._neighbour = Neighbour()
+        self.ahead: AheadState | None = None  # what all nodes keep together
         self._servers = ChunkServers(store)
         self._turn = 0  # a copy that began at a smaller number stops
         self._secret = ""  # "": not yet read from the bucket
@@ -279,7 +290,9 @@ class NodeTiers:
         neighbour."""
         self._asked.wait(ASKED_S)
         disks: list[Tier] = [f for f in self._folders if f.name == "disk"]
-        peers: list[Tier] = [self._neighbour_in(manifest.epoch)] if self._server is not None else []
+        peers: list[Tier] = (
+            [self._neighbour_in(manifest.epoch).tier] if self._server is not None else []
+        )
         if not disks and not peers:
             return
 
@@ -295,15 +308,42 @@ class NodeTiers:
         self._kept[manifest.ref] = manifest
         for old in sorted(self._kept)[:-KEEP_NEAR]:
             del self._kept[old]
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Drop the chunks that no snapshot needs any more."""
+        ahead = self.ahead.shares if self.ahead is not None else []
         for folder in self._folders:
-            folder.keep(chunks_of(self._kept.values()))
+            folder.keep(chunks_of([*self._kept.values(), *ahead]))
+
+    def keep(self, share: PartList, contents: Sequence[memoryview]) -> None:
+        """Copy the parts of a share, which no bucket has, to the next node. Raises StoreError if
+        that does not take all of it; returns at once if there is no other node."""
+        self._asked.wait(ASKED_S)
+        neighbour = self._neighbour_in(share.ref.epoch)
+        if neighbour.alone:
+            return
+
+        def missing(chunks: dict[str, bytes | memoryview]) -> int:
+            return len(chunks) - neighbour.tier.put(chunks)
+
+        with ThreadPoolExecutor(LANES, "near") as lanes:
+            for part, content in zip(share.parts, contents, strict=True):
+                if any(lanes.map(missing, blocks_of_part(part, content))):
+                    raise StoreError("the next node did not take a copy")
+
+    def set_ahead(self, state: str) -> None:
+        """Drop what the nodes have kept before, since all of them now keep this state, encoded; "":
+        they keep none. Raises ValueError, TypeError, KeyError."""
+        self.ahead = AheadState.decode(state) if state else None
+        self._tidy()
 
     def hurry(self) -> None:
         """Stop the copying under way; the copies need not be complete."""
         self._turn += 1
 
-    def _neighbour_in(self, epoch: int) -> PeerTier:
-        if self._neighbour[0] != epoch:
+    def _neighbour_in(self, epoch: int) -> Neighbour:
+        if self._neighbour.epoch != epoch:
             members = self._members()
             after = (
                 members[members.index(self.member) + 1 :] + members
@@ -315,8 +355,9 @@ class NodeTiers:
                 for name in after[:1]
                 if name != self.member and (at := self._servers.of(name)) is not None
             ]
-            self._neighbour = epoch, PeerTier(found, self._secret, sealed=self.config.encrypt)
-        return self._neighbour[1]
+            tier = PeerTier(found, self._secret, sealed=self.config.encrypt)
+            self._neighbour = Neighbour(epoch, members == [self.member], tier)
+        return self._neighbour
 
     def _members(self) -> list[str]:
         try:
@@ -377,7 +418,7 @@ def tiers_for(
         key: (str(path), int(start), int(end))
         for key, (path, start, end) in held.get("parts", {}).items()
     }
-    tiers: list[Tier] = [SegmentTier(manifest, places)]
+    tiers: list[Tier] = [SegmentTier(manifest.parts, places)]
     tiers += [
         FolderTier(name, Path(folder), nbytes) for name, folder, nbytes in held.get("folders", [])
     ]

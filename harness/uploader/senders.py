@@ -28,9 +28,9 @@ Done = Callable[[UploadOutcome], None]
 class SnapshotSender(Protocol):
     """The interface of a session to the sender of its snapshots."""
 
-    def segment(self, nbytes: int) -> Segment:
+    def segment(self, nbytes: int, must: bool = True) -> Segment:
         """Return memory for one more snapshot, which the caller owns until it sends it or gives it
-        back. Raises StageFull."""
+        back. `must`: wait for memory that will be free soon. Raises StageFull."""
 
     def give_back(self, segment: Segment) -> None:
         """Release a segment that is not needed after all."""
@@ -38,6 +38,17 @@ class SnapshotSender(Protocol):
     def send(self, job: UploadJob, segment: Segment, done: Done) -> None:
         """Hand over a snapshot. `done` is called with the outcome. The segment becomes free then or
         some time later; get the next one by `segment`."""
+
+    def keep(self, job: UploadJob, segment: Segment, done: Done) -> None:
+        """Hash this share of a state that goes into no bucket, and copy it to the next node. `done`
+        is called with the outcome: "kept", with the share's part list in `note["part_list"]`, or
+        "failed". The segment is the caller's until it gives it back."""
+
+    def set_ahead(self, state: str) -> None:
+        """Record the state that the nodes keep together, for the next generation; "": none."""
+
+    def ahead(self) -> str:
+        """Return what `set_ahead` was last given on this node; "": nothing."""
 
     def held(self, ref: Ref) -> dict[str, Any]:
         """Return where a snapshot lies nearer than in the bucket, in the form that
@@ -107,7 +118,7 @@ class InProcessSender:
         )
         self._slots: list[Slot] = []
 
-    def segment(self, nbytes: int) -> Segment:
+    def segment(self, nbytes: int, must: bool = True) -> Segment:
         self._slots = [s for s in self._slots if s.busy or s.segment.nbytes >= nbytes]
         for slot in self._slots:
             if not slot.busy:
@@ -130,6 +141,14 @@ class InProcessSender:
 
         self._uploader.submit(job, segment.view, landed)
 
+    def keep(self, job: UploadJob, segment: Segment, done: Done) -> None:
+        done(not_kept(job, "this node has no uploader"))
+
+    def set_ahead(self, state: str) -> None: ...
+
+    def ahead(self) -> str:
+        return ""
+
     def held(self, ref: Ref) -> dict[str, Any]:
         return {}
 
@@ -137,6 +156,11 @@ class InProcessSender:
         return {}
 
     def close(self) -> None: ...
+
+
+def not_kept(job: UploadJob, why: str) -> UploadOutcome:
+    """Return the outcome of a share that is not kept."""
+    return UploadOutcome(job.ref, job.rank, "failed", error=why, kind="StoreError", note=job.note)
 
 
 def fact_of(job: UploadJob, outcome: UploadOutcome) -> Fact:

@@ -187,6 +187,7 @@ class BoundaryAction(Enum):
     RESUME = "load the newest snapshot"
     GO_ON = "do what the last loop left open, and tell that another begins"
     ANSWER = "a snapshot that was asked for is made now"
+    KEEP_AHEAD = "take the turn in keeping states in the nodes' memory"
     KEEP = "keep the state in the nodes' memory; if no node can, in a committed snapshot"
     LAND = "wait until the snapshot on its way is committed; its failure is ours"
     MARK_END = "all agree, and rank 0 marks the newest snapshot as the run's last"
@@ -258,10 +259,11 @@ def asked(state: SessionState, event: VoteResult, seen: BoundaryInputs) -> Trans
     """Return what follows when the ranks agree on a want. A run at its last step, or one that its
     script ends there, does not leave, since it is about to finish."""
     want = event.want
-    if want is Want.NOTHING:
-        return Transition(state)
-    why = why_of_vote(event)
     done = seen.step >= seen.total > 0 or bool(seen.enough)
+    if want in (Want.NOTHING, Want.KEEP_AHEAD):
+        keeps = want is Want.KEEP_AHEAD and not done
+        return Transition(state, (BoundaryAction.KEEP_AHEAD,) if keeps else ())
+    why = why_of_vote(event)
     first: tuple[SessionAct, ...] = (BoundaryAction.ANSWER,) if why == "request" else ()
     if not done and seen.flight_step != seen.step:
         first += (Snapshot(why),)
@@ -530,6 +532,11 @@ class Boundary:
                 self._go_on()
             case BoundaryAction.ANSWER:
                 self._work.votes.answered()
+            case BoundaryAction.KEEP_AHEAD:
+                self._work.timer.enter(SNAPSHOT)
+                self._peers.life.tell(WorkerPhase.STAGING, self._run.step)
+                assert self._work.ahead is not None
+                self._work.ahead.turn(own_loop=self._work.feed.batching is None)
             case BoundaryAction.KEEP:
                 if not self._peers.sum(float(self._work.same.keep())):
                     self._do(Snapshot(WHY[Want.GROW]))

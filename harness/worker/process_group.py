@@ -241,7 +241,8 @@ class Peers:
     `replica_ranks`: ranks of each replica; `grouping`: which ranks those are; `replicas`: number of
     replicas; `replica`: the one that contains this rank; `leads_replica`: this rank is its first,
     and reports for it where each replica counts once. `model_mesh`: the requested mesh, or None;
-    `copy_ranks`: ranks that together hold one copy of the model (one replica or several).
+    `copy_ranks`: ranks that together hold one copy of the model (one replica or several); `place`:
+    this rank's among them.
     """
 
     def __init__(
@@ -259,6 +260,7 @@ class Peers:
         self.model_mesh = _model_mesh(environ, asked_mesh, self.world)
         self.replica_ranks = _replica_ranks(environ, replica_ranks, self.model_mesh)
         self.copy_ranks = copy_ranks(self.model_mesh, self.replica_ranks)
+        self.place = self.rank % self.copy_ranks
         if self.model_mesh is not None:
             self.model_mesh.sizes(self.world)  # refuses a bad mesh before the rendezvous
         self.replicas = replicas_of(self.world, self.replica_ranks)

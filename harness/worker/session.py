@@ -51,6 +51,7 @@ from harness.worker.gradients.sharding import check_unwrapped
 from harness.worker.memory_report import memory_report
 from harness.worker.process_group import Peers
 from harness.worker.profiling import Profile
+from harness.worker.resuming.kept_ahead import AheadKeeper
 from harness.worker.resuming.kept_state import StateKeeper
 from harness.worker.resuming.resume import NewestCommitted, Resume
 from harness.worker.resuming.same_process import SameProcess, WorldOver, going_on
@@ -152,7 +153,6 @@ class Session:
             *(peers, joined, training, snapshotter, Path(stage) if stage else None, node)
         )
         if node is not None:
-            log.when_whole = self._keeper.note
             self._keeper.listen(keep_pipe(node, peers.local_rank))
         here, speeds = environ.get("LOCAL_WORLD_SIZE", "1"), environ.get("HARNESS_SPEEDS", "null")
         meet = DataPeers(lambda: hold.courier, joined.store, nodes).meet
@@ -160,7 +160,9 @@ class Session:
         log.times.traffic = feed.traffic
         parts = (peers, joined, training, feed, log, rates, rhythm, snapshotter, votes, timer)
         self._same = SameProcess(peers, joined, training, snapshotter, hold, self._keeper, environ)
-        self._work = Work(*parts, Shrinking.of(environ), self._same)
+        kept_by = (peers, joined, training, snapshotter, rhythm, hold, self._keeper)
+        ahead = AheadKeeper(*kept_by) if peers.world > 1 else None
+        self._work = Work(*parts, Shrinking.of(environ), self._same, ahead)
         state = boundary.SessionState(by_script=mark is not None, stored=bool(joined.url))
         late = peers.device.type != "cpu" if o.votes_late is None else o.votes_late
         self._hands = Boundary(self._work, hold, resume, state, until, late)
@@ -462,6 +464,7 @@ class Session:
         self._announce(identity)
         self._setup.settle()
         seed_everything(self.seed)
+        self._work.log.when_whole = self._keeper.note
         self._hands.turn(boundary.Looped())
         self._same.check(self.step)
         if stream is not None and not self.step:

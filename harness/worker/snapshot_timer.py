@@ -79,6 +79,7 @@ class Rhythm:
         self._began_s = self._last_s = now()
         self._calm_steps_s: deque[float] = deque(maxlen=4 * CALM_STEPS)
         self._updated_s, self._calm = 0.0, False
+        self.is_disturbed = False  # a state is on its way to the nodes' memory
         self._due_at_s = -math.inf  # no snapshot is due before; -inf: not computed yet
 
     def resumed(self, data: Any, where: str = "", survived: bool = False) -> None:
@@ -174,7 +175,7 @@ class Rhythm:
     def note_step(self, calm: bool) -> None:
         """Record the end of a step. `calm`: no snapshot is being uploaded; only such steps count
         for `calm_step_s`."""
-        now = time.perf_counter()
+        now, calm = time.perf_counter(), calm and not self.is_disturbed
         if calm and self._calm:
             self._calm_steps_s.append(now - self._updated_s)
         self._updated_s, self._calm = now, calm

@@ -28,8 +28,9 @@ from harness.uploader.senders import InProcessSender, SnapshotSender
 from harness.worker import replica_check
 from harness.worker.frozen_weights import Frozen
 from harness.worker.process_group import Peers
+from harness.worker.resuming.ahead_states import StateInMemory
 from harness.worker.resuming.hand_over import chained
-from harness.worker.resuming.kept_state import KeptState, StateOrigin
+from harness.worker.resuming.kept_state import StateOrigin
 from harness.worker.resuming.resume import NewestCommitted
 from harness.worker.run_context import Run
 from harness.worker.setup_check import environment
@@ -61,6 +62,8 @@ class StagingBuffers:
         self._meeting = threading.Lock()
         self._preparing: threading.Thread | None = None
         self._sent: _Sent | None = None
+        # gives memory back that a snapshot needs more
+        self.give_way: Callable[[], None] = lambda: None
 
     @functools.cached_property
     def saver(self) -> dcp.Saver:
@@ -174,6 +177,7 @@ class StagingBuffers:
         try:
             segment = self.courier.segment(self.saver.nbytes)
         except StageFull:
+            self.give_way()
             make_room()  # there is room for one buffer only
             segment = self.courier.segment(self.saver.nbytes)
         dcp.pin(tensor_of(segment), segment)
@@ -285,7 +289,7 @@ class Snapshotter:
         self._beside = True
 
     # ---- state -----------------------------------------------------------------------------------
-    def resumed(self, manifest: Manifest | None, kept: KeptState | None = None) -> None:
+    def resumed(self, manifest: Manifest | None, kept: StateInMemory | None = None) -> None:
         """Continue from the snapshot that was restored; None: there was none. `kept`: the state
         that was restored instead, which comes after that snapshot."""
         where = f"{self._peers.world} {self._run.url}"

@@ -22,6 +22,7 @@ from harness.worker.batches.feed import Feed, Shrinking
 from harness.worker.batches.loader import MicroBatch, seed_everything, to_device
 from harness.worker.gradients.parallel import Replicated, Sharded, Single
 from harness.worker.process_group import Peers
+from harness.worker.resuming.kept_ahead import AheadKeeper
 from harness.worker.resuming.same_process import SameProcess
 from harness.worker.run_context import Run
 from harness.worker.snapshot_timer import Rhythm
@@ -158,6 +159,7 @@ class Work:
     timer: PhaseTimer
     shrinking: Shrinking
     same: SameProcess
+    ahead: AheadKeeper | None
 
     @property
     def batching(self) -> Batching:
@@ -166,7 +168,10 @@ class Work:
 
     def vote(self, wants: torch.Tensor, step: int) -> None:
         """Add this rank's votes for the boundary behind `step`; see `Votes.cast`."""
-        self.votes.cast(wants, step, self.snapshotter.due, self.snapshotter.quiet)
+        due: dict[Want, Callable[[int], bool]] = {Want.SNAPSHOT: self.snapshotter.due}
+        if self.ahead is not None:
+            due[Want.KEEP_AHEAD] = self.ahead.due
+        self.votes.cast(wants, step, due, self.snapshotter.quiet)
 
     def finish_staging(self) -> None:
         """Wait for the copy of a snapshot, as the state may change from here on."""

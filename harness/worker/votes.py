@@ -19,7 +19,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,17 +68,22 @@ class Votes:
         self._signalled = max(self._signalled, want)
 
     def cast(
-        self, wants: torch.Tensor, step: int, due: Callable[[int], bool], quiet: bool = True
+        self,
+        wants: torch.Tensor,
+        step: int,
+        due: Mapping[Want, Callable[[int], bool]],
+        quiet: bool = True,
     ) -> None:
         """Add this rank's requests for the boundary behind `step`: wants[w] > 0 on any rank means
-        that w is wanted. `due`: rank 0 calls it to find out whether a snapshot is due. `quiet`: no
+        that w is wanted. `due`: rank 0 calls these to find out what is due. `quiet`: no
         snapshot is in flight; else `WAITING` requests would make training wait until that one is
         committed, for as long as one node's bucket does not answer, so they wait instead."""
         for want in (self._reader.read().want, self._signalled):
             if quiet or want not in WAITING:
                 wants[want] += 1
-        if self._leads and due(step):
-            wants[Want.SNAPSHOT] += 1
+        if self._leads:
+            for want, is_due in due.items():
+                wants[want] += is_due(step)
 
     def urgent(self, seconds: float) -> Want:
         """Return this node's request to leave, if its deadline comes within `seconds`; else

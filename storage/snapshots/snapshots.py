@@ -29,7 +29,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from storage.canonical_json import BadObject, canonical, parsed
@@ -196,14 +196,7 @@ class Snapshots:
         If an earlier attempt was first, its list is returned; then our parts are garbage that
         `prune` collects.
         """
-        if not 0 <= rank < world:
-            raise ValueError(f"rank must be in [0, {world}); found {rank}")
-        for name in (token, *files):
-            if not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
-                raise ValueError(
-                    f"tokens and file names are letters, digits and ._-; found {name!r}"
-                )
-        keys = {name: f"{part_prefix(ref, rank)}{token}-{name}" for name in files}
+        keys = _keys(ref, rank, world, files, token)
         base = base if base is not None and base.ref < ref else None
         parts = tuple(
             Part.of(keys[name], content, self.chunk_nbytes, (hashed or {}).get(name))
@@ -221,16 +214,13 @@ class Snapshots:
                         memoryview(content)[at : at + place.nbytes] if part.places else content,
                     )
                 at += place.nbytes
-        index = {
-            name: {**entry, "chunks": [{**c, "part": keys[c["part"]]} for c in entry["chunks"]]}
-            for name, entry in tensors.items()
-        }
         data = data() if callable(data) else data
         # Through JSON and back, so that the result equals what others will read (tuples become
         # lists).
         mine = PartList.from_json(
             PartList(
-                ref, rank, world, token, parts, index, data, base.link if base else None
+                *(ref, rank, world, token, parts, _index(tensors, keys), data),
+                base.link if base else None,
             ).to_json()
         )
         if self.store.create(list_key(ref, rank), mine.to_json().encode()):
@@ -240,6 +230,22 @@ class Snapshots:
         except NotFound:
             # pruned meanwhile, so something newer is committed; `commit` will return None
             return mine
+
+    def list_of(
+        self,
+        ref: Ref,
+        rank: int,
+        world: int,
+        files: Mapping[str, memoryview],
+        tensors: dict[str, Any],
+        data: dict[str, Any],
+        token: str,
+    ) -> PartList:
+        """Return the part list of a share that is not stored in the bucket. Arguments are those of
+        `write`."""
+        keys = _keys(ref, rank, world, files, token)
+        parts = tuple(Part.of(keys[name], one, self.chunk_nbytes) for name, one in files.items())
+        return PartList(ref, rank, world, token, parts, _index(tensors, keys), data)
 
     def commit(self, ref: Ref, world: int, rank: int | None = None) -> Manifest | None:
         """Write the manifest if all `world` part lists exist. Anybody may call it, any number of
@@ -603,6 +609,26 @@ def scratch() -> Memory:
         return have
 
     return memory
+
+
+def _keys(
+    ref: Ref, rank: int, world: int, files: Iterable[str], token: str
+) -> dict[str, str]:
+    """Return the keys of the parts of a share, by file. Raises ValueError for bad ones."""
+    if not 0 <= rank < world:
+        raise ValueError(f"rank must be in [0, {world}); found {rank}")
+    for name in (token, *files):
+        if not re.fullmatch(r"[A-Za-z0-9_.\-]+", name):
+            raise ValueError(f"tokens and file names are letters, digits and ._-; found {name!r}")
+    return {name: f"{part_prefix(ref, rank)}{token}-{name}" for name in files}
+
+
+def _index(tensors: dict[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return the index with keys of parts instead of names of files."""
+    return {
+        name: {**entry, "chunks": [{**c, "part": keys[c["part"]]} for c in entry["chunks"]]}
+        for name, entry in tensors.items()
+    }
 
 
 def _worth(known: Known, parts: Collection[Part]) -> Known:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Protocol
 
 from storage.errors import NotFound, StoreError
-from storage.snapshots.manifest import Manifest, Part, chunk_id, is_chunk
+from storage.snapshots.manifest import Manifest, Part, PartList, chunk_id, is_chunk
 from storage.snapshots.staging import Segment
 from storage.stores.objects import ObjectStore, copy_into, read_into
 from storage.tiers.folder_tier import FolderTier
@@ -59,16 +59,15 @@ class Tier(Protocol):
 
 
 class SegmentTier:
-    """The parts of one snapshot where they were staged. Nothing is copied, and nothing can be
-    added."""
+    """Parts of one snapshot where they were staged. Nothing is copied, and nothing can be added."""
 
     name = "memory"
 
-    def __init__(self, manifest: Manifest, places: Mapping[str, tuple[str, int, int]]):
+    def __init__(self, parts: Iterable[Part], places: Mapping[str, tuple[str, int, int]]):
         """Index the staged parts. `places`: part key -> (file, start, end)."""
         self._chunks: dict[str, memoryview] = {}
         files: dict[str, Segment] = {}
-        for part in manifest.parts:
+        for part in parts:
             path, start, end = places.get(part.key, ("", 0, 0))
             if end - start != part.nbytes:
                 continue
@@ -313,7 +312,7 @@ def share(manifest: Manifest, ids: Collection[str]) -> float:
     return sum(nbytes for id, nbytes in sizes.items() if id in ids) / max(1, sum(sizes.values()))
 
 
-def chunks_of(manifests: Iterable[Manifest]) -> set[str]:
+def chunks_of(manifests: Iterable[Manifest | PartList]) -> set[str]:
     return {
         chunk_id(part, i) for m in manifests for part in m.parts for i in range(len(part.hashes))
     }

@@ -70,3 +70,23 @@ def test_what_a_script_counts_on_rank_0_is_not_taken_from_another(tmp_path):
     _, again = facts(script, SessionStarted)
     assert again.tier != "survivors" and again.resumed_step == 6, script.output()
     proven(script)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
+def test_the_only_sharded_copy_loses_a_few_steps(tmp_path):
+    """FSDP2 over both ranks: a rank's share of the state is in its node's memory."""
+
+    def script(name):
+        folder, flags = tmp_path / name, ("--fsdp", 2, "--epochs", 4, "--sleep-s", 0.4)
+        loop = SCRIPTS / "accelerate_loop.py"
+        return Script(folder, loop, "--out", folder, *flags, script_world=2)
+
+    calm, rough = script("calm"), script("rough")
+    calm.under(2, *NEVER, "--mesh", "dp_shard=2")
+    rough.under(2, *NEVER, "--mesh", "dp_shard=2", LOSE="18:1")
+    _, again = facts(rough, SessionStarted)
+    assert again.resumed_epoch == 0 and again.resumed_step >= 5, rough.output()
+    assert list(dict.fromkeys(rough.events())) == calm.events()  # steps done again are the same
+    assert [r.loss for r in history(rough.run)] == [r.loss for r in history(calm.run)]
+    assert [r.contents for r in history(rough.run)] == [r.contents for r in history(calm.run)]
+    proven(rough)

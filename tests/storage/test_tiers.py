@@ -116,13 +116,13 @@ def test_what_is_staged_is_read_where_it_lies_and_believed_only_if_its_hash_is_r
     segment.view[100 : 100 + len(BODY)] = BODY
     places = {key: (str(tmp_path / "s"), 100, 100 + len(BODY))}
     corrupt(bucket, key, "flip", random.Random(1))
-    near = Tiered(bucket, manifest, [SegmentTier(manifest, places)])
+    near = Tiered(bucket, manifest, [SegmentTier(manifest.parts, places)])
     assert read(near, manifest, 10, 4000) == BODY[10:4000] and near.tier == "memory"
     bucket.put(key, BODY)
     segment.view[100 + CHUNK] ^= 1
     told = []
     near = Tiered(
-        bucket, manifest, [SegmentTier(manifest, places)], lambda tier, what: told.append(tier)
+        bucket, manifest, [SegmentTier(manifest.parts, places)], lambda tier, what: told.append(tier)
     )
     assert (
         read(near, manifest, 0, 3 * CHUNK) == BODY[: 3 * CHUNK]
@@ -134,7 +134,7 @@ def test_what_is_staged_is_read_where_it_lies_and_believed_only_if_its_hash_is_r
         {key: (str(tmp_path / "s"), 0, 10)},
         {},
     ):
-        gone = Tiered(bucket, manifest, [SegmentTier(manifest, wrong)])
+        gone = Tiered(bucket, manifest, [SegmentTier(manifest.parts, wrong)])
         assert read(gone, manifest) == BODY and gone.tier == "bucket"
 
 

@@ -236,6 +236,13 @@ def test_a_snapshot_is_made_and_training_goes_on():
     assert next_turn(LOOPING, VoteResult(Want.NOTHING), OPEN) == Transition(LOOPING)
 
 
+def test_a_state_is_kept_ahead_unless_the_run_is_about_to_end():
+    turn = next_turn(LOOPING, VoteResult(Want.KEEP_AHEAD), OPEN)
+    assert turn == Transition(LOOPING, (BoundaryAction.KEEP_AHEAD,))
+    last = replace(OPEN, total=OPEN.step)
+    assert next_turn(LOOPING, VoteResult(Want.KEEP_AHEAD), last) == Transition(LOOPING)
+
+
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
@@ -258,13 +265,14 @@ def test_why_a_snapshot_is_made(asked, why):
 @pytest.mark.parametrize(
     ("votes", "want"),
     [
-        ([3, 0, 0, 0, 0, 0], Want.NOTHING),
-        ([2, 1, 0, 0, 0, 0], Want.SNAPSHOT),
-        ([5, 1, 1, 0, 0, 0], Want.GROW),
-        ([5, 1, 1, 1, 0, 0], Want.RESIZE),
-        ([5, 9, 9, 9, 1, 0], Want.DRAIN),
-        ([5, 9, 9, 9, 9, 1], Want.STOP),
-        ([0, 0, 0, 0, 0, 0], Want.NOTHING),
+        ([3, 0, 0, 0, 0, 0, 0], Want.NOTHING),
+        ([2, 1, 0, 0, 0, 0, 0], Want.KEEP_AHEAD),
+        ([2, 1, 1, 0, 0, 0, 0], Want.SNAPSHOT),
+        ([5, 0, 1, 1, 0, 0, 0], Want.GROW),
+        ([5, 0, 1, 1, 1, 0, 0], Want.RESIZE),
+        ([5, 0, 9, 9, 9, 1, 0], Want.DRAIN),
+        ([5, 0, 9, 9, 9, 9, 1], Want.STOP),
+        ([0, 0, 0, 0, 0, 0, 0], Want.NOTHING),
     ],
 )
 def test_the_greatest_want_wins(votes, want):
@@ -371,10 +379,10 @@ def test_when_a_snapshot_is_due():
 def test_what_is_asked_for_waits_for_the_snapshot_in_flight(want):
     votes, wants = Votes(None, leads=False), torch.zeros(len(Want), dtype=torch.int64)
     votes._signal(want)
-    votes.cast(wants, 1, lambda _: False, quiet=False)
+    votes.cast(wants, 1, {}, quiet=False)
     assert not wants[want]
-    votes.cast(wants, 1, lambda _: False, quiet=True)
+    votes.cast(wants, 1, {}, quiet=True)
     assert wants[want] == 1
     votes._signal(Want.DRAIN)  # who must leave does not wait
-    votes.cast(wants, 1, lambda _: False, quiet=False)
+    votes.cast(wants, 1, {}, quiet=False)
     assert wants[Want.DRAIN] == 1

@@ -152,7 +152,7 @@ def marks_and_votes(bench: Bench) -> None:
         """Copy a step's numbers to the host, and wait for those of the step before."""
         step()
         wants = torch.zeros(len(Want), dtype=torch.int64)
-        votes.cast(wants, 1, lambda _: False)
+        votes.cast(wants, 1, {Want.SNAPSHOT: lambda _: False})
         on_host, copied = to_host(floats)
         pending.append((on_host, copied))
         if len(pending) > 1:
@@ -195,7 +195,7 @@ def alone(bench: Bench) -> None:
 
     def numbers() -> None:
         wants = torch.zeros(len(Want), dtype=torch.int64)
-        votes.cast(wants, 1, lambda _: False)
+        votes.cast(wants, 1, {Want.SNAPSHOT: lambda _: False})
         on_host, copied = to_host(floats)
         if copied is not None:
             copied.synchronize()

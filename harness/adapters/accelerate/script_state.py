@@ -41,6 +41,8 @@ class ScriptVariables:
     this is rank 0, whose averages and other objects hold for all; `objects`: their states in the
     loaded snapshot."""
 
+    only_first_knows = True  # the script may have set some `if accelerator.is_main_process`
+
     def __init__(self, keeps: bool = True) -> None:
         self._keeps, self._unsaved = keeps, UnsavedState()
         self.objects: list[dict[str, Any]] = []
@@ -62,8 +64,6 @@ class ScriptVariables:
 
     def leave(self) -> None:
         self._frames = []
-
-    only_first_knows = True  # the script may have set some `if accelerator.is_main_process`
 
     def state_alone(self) -> dict[str, Any]:
         """Return the values of this rank, for all ranks."""

@@ -116,7 +116,8 @@ class StepLogs:
         for key in self._known:
             total, number = self._said.get(key, (none, 0))
             rows += [total.detach().to(device, torch.float64).reshape(()), none + number]
-        epochwise = [key for key in self._known if _adds_up(self._results[key])]
+        keeps = self._run._keeper.is_sound  # else nobody reads what they add up to
+        epochwise = [key for key in self._known if keeps and _adds_up(self._results[key])]
         news = [self._since_last(key) for key in epochwise]
         sums = torch.cat([torch.stack(rows), *news])
         dist.all_reduce(sums, group=self._run._peers.across or self._run._peers.everyone)

@@ -41,6 +41,8 @@ class LightningState:
     in the loaded snapshot; `resumed`: there was a snapshot; `sanity_steps`: as the script set them;
     `being_made`: a snapshot is being made."""
 
+    only_first_knows = True  # callbacks and loggers may do things on rank 0 only
+
     def __init__(self, trainer: Any, run: Session):
         self._trainer, self._run = trainer, run
         self.loader: TrainLoader | None = None
@@ -83,8 +85,6 @@ class LightningState:
             return []
 
         return list(self._run._peers.agree(look))
-
-    only_first_knows = True  # callbacks and loggers may do things on rank 0 only
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state. Collective: small tensors and plain values are rank 0's."""

@@ -137,14 +137,15 @@ class Survivors:
     def __init__(self, peers: Peers, folder: Path | None, tell: Callable[[str], None]):
         self._peers, self._folder, self._tell = peers, folder, tell
         self._holdings: list[Holding] = []
+        self._mine: dict[int, KeptState] = {}  # on the node's first rank
 
     def meet(self, said: T) -> list[T]:
         """Exchange what all nodes keep. Return what all ranks have said, in rank order."""
         peers = self._peers
         leads = self._folder is not None and peers.local_rank == 0
-        kept = read(self._folder).values() if leads else ()
-        told = tuple(replace(one, records="", part_list="") for one in kept)
-        holding = Holding(leads, told, peers.rank % peers.copy_ranks, peers.copy_ranks)
+        self._mine = read(self._folder) if leads else {}
+        told = tuple(replace(one, records="", part_list="") for one in self._mine.values())
+        holding = Holding(leads, told, peers.place, peers.copy_ranks)
         every = self._peers.gather((said, holding))
         self._holdings = [holding for _, holding in every]
         return [one for one, _ in every]
@@ -178,11 +179,11 @@ class Survivors:
         try:
             chained(parts[0].steps(), after, "")  # raises for a gap
             manifest = Manifest.merge([PartList.from_json(kept.part_list) for kept in parts])
-            place = peers.rank % peers.copy_ranks if len(parts) == peers.copy_ranks else 0
+            place = peers.place if len(parts) == peers.copy_ranks else 0
             manifest = replace(manifest, tensors=as_stored(manifest.tensors, place))
             mine = read(self._folder).values()
             spans = {key: (kept.file, *span) for kept in mine for key, span in kept.spans.items()}
-            near = Tiered(store, manifest, [SegmentTier(manifest, spans)])
+            near = Tiered(store, manifest, [SegmentTier(manifest.parts, spans)])
             load(manifest, Snapshots(near))
         except (StoreError, ValueError, KeyError) as e:
             why = str(e)
@@ -200,7 +201,7 @@ class Survivors:
 
     def _from(self, source: int, place: int) -> KeptState:
         """Return what rank `source` keeps of a place, on all ranks."""
-        box = [read(self._folder).get(place) if self._peers.rank == source else None]
+        box = [self._mine[place] if self._peers.rank == source else None]
         if self._peers.control is not None:
             dist.broadcast_object_list(box, src=source, group=self._peers.control)
         assert box[0] is not None
@@ -225,8 +226,7 @@ class Survivors:
             except (StageFull, OSError) as e:
                 segment, failed = Segment.anonymous(nbytes), e
         else:
-            held = read(self._folder)[kept.place]
-            segment = Segment.open(Path(held.file), writable=True)
+            segment = Segment.open(Path(self._mine[kept.place].file), writable=True)
         memory = torch.frombuffer(segment.view, dtype=torch.uint8)
         works = [
             dist.isend(memory[start:end], taker, group=control)

@@ -56,8 +56,7 @@ from harness.worker.run_context import Run
 from harness.worker.training_state import SMALL_NBYTES, Training
 from storage.canonical_json import canonical, digest
 from storage.errors import StoreError
-from storage.snapshots.manifest import Part, PartList, Ref
-from storage.snapshots.snapshot_keys import part_prefix
+from storage.snapshots.manifest import Ref
 from storage.snapshots.staging import Segment, StageFull, free_nbytes
 from storage.tensors import dcp, state_tree
 from storage.tensors.dcp import version_of
@@ -331,16 +330,16 @@ class StateKeeper:
             self._requests.close()
 
     @property
+    def is_sound(self) -> bool:
+        """True if a state may be kept here, whatever is trained: the same on all ranks."""
+        cpu = self._peers.device.type == "cpu"
+        return self.folder is not None and bool(self._run.url) and cpu
+
+    @property
     def is_possible(self) -> bool:
         """True if this rank can keep its state."""
-        training, peers = self._training, self._peers
-        return (
-            self.folder is not None
-            and bool(self._run.url)
-            and peers.device.type == "cpu"
-            and training.is_readable_alone
-            and self._standing is not Standing.COLLECTIVE
-        )
+        together = self._standing is Standing.COLLECTIVE
+        return self.is_sound and self._training.is_readable_alone and not together
 
     def note(self, surely: bool = False) -> None:
         """Note at the end of a step, whose record is known, that the state is whole. `surely`:
@@ -403,11 +402,6 @@ class StateKeeper:
             self._looked_at = None
 
     # ---- when another rank is lost ---------------------------------------------------------------
-    @property
-    def _place(self) -> int:
-        """The place of this rank in its copy of the model."""
-        return self._peers.rank % self._peers.copy_ranks
-
     def _obey(self, request: bytes) -> None:
         self._show_that_it_keeps()
         if request == KEEP and self.goes_on:
@@ -458,7 +452,7 @@ class StateKeeper:
         if self._peers.rank > 0 and self._training.only_first_knows:
             return False
         with contextlib.suppress(OSError):
-            claim = self.folder / f"keeper-e{self._run.epoch:06d}-{self._place}"
+            claim = self.folder / f"keeper-e{self._run.epoch:06d}-{self._peers.place}"
             os.close(os.open(claim, os.O_CREAT | os.O_EXCL, 0o600))
             return True
         return False
@@ -503,7 +497,7 @@ class StateKeeper:
         tensors = {**tensors, **put_back, **noted.tensors}
         if self._peers.copy_ranks > 1:  # what is not sharded belongs to each part
             tensors = {
-                name if hasattr(t, "to_local") else of_place(name, self._place): t
+                name if hasattr(t, "to_local") else of_place(name, self._peers.place): t
                 for name, t in tensors.items()
             }
         return tensors, plain | noted.plain
@@ -512,18 +506,11 @@ class StateKeeper:
         self, step: int, staged: dcp.Staged, plain: dict[str, Any], path: Path
     ) -> KeptState:
         ref = Ref(epoch=0, step=step)  # whichever world has kept it: parts belong together
-        layout, chunk_nbytes = staged.layout, self._run.snapshots.chunk_nbytes
-        keys = {name: f"{part_prefix(ref, self._place)}kept-{name}" for name in layout.files}
-        parts = tuple(
-            Part.of(keys[name], content, chunk_nbytes) for name, content in staged.files().items()
+        layout, place, ranks = staged.layout, self._peers.place, self._peers.copy_ranks
+        data = {"state": plain} if place == 0 else {}
+        told = self._run.snapshots.list_of(
+            ref, place, ranks, staged.files(), layout.index, data, "kept"
         )
-        index = {
-            name: {**one, "chunks": [{**c, "part": keys[c["part"]]} for c in one["chunks"]]}
-            for name, one in layout.index.items()
-        }
-        data = {"state": plain} if self._place == 0 else {}
-        ranks = self._peers.copy_ranks
-        told = PartList(ref, self._place, ranks, "kept", parts, index, data)
         origin, alone = self._origin.origin(), self._training.told_alone
         behind = [record for record in origin.records if record.step <= step]
         same = {name: value for name, value in plain.items() if name not in alone}
@@ -532,12 +519,14 @@ class StateKeeper:
             phase=self._run.phase.number,
             epoch=self._run.epoch,
             step=step,
-            place=self._place,
+            place=place,
             copy_ranks=ranks,
-            content=digest(canonical([[part.hashes for part in parts], same])),
+            content=digest(canonical([[part.hashes for part in told.parts], same])),
             behind=origin.behind,
             records=rec.encode(behind).decode(),
             part_list=told.to_json(),
             file=str(path),
-            spans={keys[name]: span for name, span in layout.files.items()},
+            spans={
+                part.key: span for part, span in zip(told.parts, layout.files.values(), strict=True)
+            },
         )

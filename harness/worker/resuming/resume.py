@@ -8,6 +8,7 @@ import functools
 import json
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,13 @@ from harness.node.forkserver import write_error
 from harness.uploader.node_tiers import tiers_for
 from harness.worker.gradients.sharding import drawn_by_shard
 from harness.worker.process_group import Peers
+from harness.worker.resuming.ahead_states import (
+    AheadStates,
+    ChosenAhead,
+    StateInMemory,
+    choose_ahead,
+)
 from harness.worker.resuming.hand_over import TIER, Chosen, Survivors
-from harness.worker.resuming.kept_state import KeptState
 from harness.worker.run_context import Run, look_again_s
 from harness.worker.setup_check import differences, environment
 from harness.worker.training_state import Training
@@ -94,10 +100,11 @@ class Resume:
         )
         self.tier, self._found = "bucket", Counter[str]()
         self.read_nbytes: dict[str, int] = {}
-        self.kept: KeptState | None = None
+        self.kept: StateInMemory | None = None
         self.step = 0
         stage = environ.get("HARNESS_STAGE")
         self._survivors = Survivors(peers, Path(stage) if stage else None, run.warn)
+        self._ahead = AheadStates(peers, run, hold, run.warn)
 
     def restore(self) -> Manifest | None:
         """Load the same snapshot of the present phase on every rank, or what survivors keep, and
@@ -108,7 +115,9 @@ class Resume:
             return None
         reopen = functools.partial(open_store, self._run.url)
         self._peers.life.tell()
-        names = self._survivors.meet(self._last_seen.name())
+        said = self._survivors.meet((self._last_seen.name(), self._ahead.head()))
+        names, heads = zip(*said, strict=True)
+        choose = functools.partial(choose_ahead, heads, self._run.url, phase.number)
         restore = Restore(
             self._run.snapshots,
             self._peers.host,
@@ -123,7 +132,7 @@ class Resume:
         )
         while True:
             with contextlib.ExitStack() as lease:  # so that it is not pruned while it is loaded
-                manifest, again = self._restore_newest(restore, lease)
+                manifest, again = self._restore_newest(restore, lease, choose)
             if not again:
                 if manifest is not None:
                     self.step = manifest.step
@@ -133,15 +142,22 @@ class Resume:
                 return manifest
 
     def _restore_newest(
-        self, restore: Restore, lease: contextlib.ExitStack
+        self, restore: Restore, lease: contextlib.ExitStack, choose: Callable[..., ChosenAhead]
     ) -> tuple[Manifest | None, bool]:
         """Return the manifest, and whether to try again: the snapshot was bad, and there may be an
         older one."""
-        newest, chosen = self._peers.agree(functools.partial(self._newest, restore, lease))
+        newest, chosen, ahead = self._peers.agree(
+            functools.partial(self._newest, restore, lease, choose)
+        )
         if chosen.doubt:
             self._run.warn(chosen.doubt)
-        if chosen.parts:
-            base = self._from_survivors(newest, chosen)
+        survivors = functools.partial(self._survivors.take, chosen, store=self._run.store)
+        takes: list[tuple[int, Callable[..., StateInMemory | None]]] = [
+            (chosen.step, survivors),
+            (ahead.step, functools.partial(self._ahead.take, ahead)),
+        ]
+        for step, take in sorted(takes, key=lambda one: one[0], reverse=True):
+            base = self._from_memory(newest, take) if step else None
             if self.kept is not None:
                 return base, False
         if not newest:
@@ -165,9 +181,11 @@ class Resume:
             self._refuse_hosts(unfit)
         return None, True
 
-    def _from_survivors(self, newest: str, chosen: Chosen) -> Manifest | None:
-        """Load the state that survivors keep, and set `kept` if that was possible on all ranks.
-        Return the manifest of the snapshot that it comes after; None: there is none."""
+    def _from_memory(
+        self, newest: str, take: Callable[..., StateInMemory | None]
+    ) -> Manifest | None:
+        """Load a state that nodes keep, and set `kept` if that was possible on all ranks. Return
+        the manifest of the snapshot that it comes after; None: there is none."""
 
         def text() -> str:
             return self._run.snapshots.load(Ref.parse(newest)).to_json() if newest else ""
@@ -178,13 +196,16 @@ class Resume:
             return None
         base = Manifest.from_json(told) if told else None
         after = base.step if base is not None else 0
-        self.kept = self._survivors.take(chosen, after, self._run.store, self._training.load)
+        self.kept = take(after=after, load=self._training.load)
         if self.kept is not None:
             self.tier, self.read_nbytes = TIER, {}
         return base
 
-    def _newest(self, restore: Restore, lease: contextlib.ExitStack) -> tuple[str, Chosen]:
-        """Return the name of the newest snapshot ("": there is none), and what survivors hold."""
+    def _newest(
+        self, restore: Restore, lease: contextlib.ExitStack, choose: Callable[..., ChosenAhead]
+    ) -> tuple[str, Chosen, ChosenAhead]:
+        """Return the name of the newest snapshot ("": there is none), what survivors hold, and what
+        nodes have kept ahead of a loss."""
         try:
             found = held(self._run.snapshots, lambda: restore.choose(self._progress), lease)
         except Rewind as e:  # a person has to decide; on BadInput, agents stop the run
@@ -196,7 +217,7 @@ class Resume:
         chosen = self._survivors.choose(
             self._run.url or "", phase.number, name, restore.orders
         )
-        return name, chosen
+        return name, chosen, choose(name, restore.orders)
 
     def _progress(self, done: int, total: int) -> None:
         self._peers.life.tell()
