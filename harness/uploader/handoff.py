@@ -581,9 +581,11 @@ class UploadServer:
     def _reserve(self, rank: int, epoch: int, nbytes: int, unused: list[str]) -> Segment:
         with self._lock:
             # A worker that reserves has restored, and so have all ranks of its generation (the
-            # code's `epoch`): they need nothing that older generations left.
+            # code's `epoch`): they need nothing that older generations left, except the newest
+            # state of all nodes, in case there is a loss before the next one.
             for path, kept in list(self._kept.items()):
-                if not kept.busy and (path in unused or kept.epoch < epoch):
+                ahead = self.nearby.ahead is not None and kept.ref == self.nearby.ahead.ref
+                if not kept.busy and (path in unused or (kept.epoch < epoch and not ahead)):
                     self.segments.drop(Path(path))
                     del self._kept[path]
             self.nearby.shared_no_more()
@@ -611,6 +613,8 @@ class UploadServer:
                 if outcome.state in ("committed", "waiting"):
                     kept.ref = job.ref
                     kept.parts = {key: job.files[name] for key, name in outcome.parts.items()}
+            if outcome.state == "committed":
+                self.nearby.outdate(job.ref)
             later({"outcome": outcome.to_dict(), "free": not stays})
             if stays:
                 try:

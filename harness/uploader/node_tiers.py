@@ -338,6 +338,11 @@ class NodeTiers:
         self.ahead = AheadState.decode(state) if state else None
         self._tidy()
 
+    def outdate(self, ref: Ref) -> None:
+        """Let go of the state that the nodes keep, if this snapshot, committed now, is as new."""
+        if self.ahead is not None and self.ahead.step <= ref.step:
+            self.set_ahead("")
+
     def hurry(self) -> None:
         """Stop the copying under way; the copies need not be complete."""
         self._turn += 1

@@ -164,3 +164,18 @@ def test_a_trainer_without_an_uploader_keeps_nothing():
     assert told.wait().error == "this node has no uploader"
     local.set_ahead("x")
     assert local.ahead() == ""
+
+
+def test_the_newest_state_stays_until_a_snapshot_is_as_new(tmp_path, store):
+    store.create(epoch_key(4), Epoch(4, ("a",), (1,), (1,), "h", 1, "").encode())
+    with node(tmp_path, store, "a") as (a, _):
+        told = keep(a, Ref(epoch=4, step=5), 0, world=1)
+        a.set_ahead(AheadState(RUN, 1, 4, 5, ("",), "", (told,)).encode())
+        local = InProcessSender(store, lambda job, outcome: None)
+        later = UploaderClient(a._folder, 5, 0, local)  # the next generation's worker
+        segment, committed = later.segment(4000), Told()
+        assert later.ahead() and later.held(Ref(epoch=4, step=5))["parts"]
+        segment.view[:] = content(ref(6), 0)
+        later.send(job(Ref(epoch=4, step=6)), segment, committed)
+        assert committed.wait().state == "committed"
+        assert later.ahead() == ""

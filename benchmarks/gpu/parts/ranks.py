@@ -14,6 +14,7 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.nodes import Nodes
 
 STEPS, EVERY = 40, 4
+KILLED_AT = 10  # slow steps before, enough to know how long they are and to keep a state
 
 
 def calm(it: Nodes, limit_s: float) -> None:
@@ -43,11 +44,28 @@ def moving(it: Nodes, limit_s: float) -> None:
     slow.unlink()
 
 
+def ahead(it: Nodes, limit_s: float) -> None:
+    """Two ranks, one of which is killed. The bucket has no snapshot, but the nodes keep a state."""
+    it.every = 10 * STEPS
+    slow, ends_s = it.folder / "slow", time.monotonic() + limit_s
+    slow.touch()
+    it.agent(2, KILL=f"collective:{KILLED_AT}")
+    before = it.until(lambda m: m.step == KILLED_AT - 1, limit_s)
+    again = it.until(
+        lambda m: m.what == "step" and m.pid != before.pid and m.t > before.t + 0.5,
+        ends_s - time.monotonic(),
+    )
+    slow.unlink()
+    if again.step == 1:
+        raise RuntimeError("the run began anew: no node had kept a state")
+
+
 WAYS: dict[str, Callable[[Nodes, float], None]] = {
     "one rank": calm,
     "two ranks that share it": two,
     "three, SIGKILL of one in a collective and of one amid a snapshot's copy": killed,
     "nodes that come and go: 1, 3 and 2 ranks": moving,
+    "two, SIGKILL of one before the first snapshot": ahead,
 }
 
 

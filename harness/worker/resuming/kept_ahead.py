@@ -127,6 +127,8 @@ class AheadKeeper:
             self._tell()
 
     def _begin(self) -> None:
+        if self._newest is not None and self._newest.ref.step <= self._origin.saved_step:
+            self._give_way()
         tensors, plain = self._training.split()
         data = self._training.plain_of_rank(plain)
         saver = self._hold.saver
@@ -207,8 +209,8 @@ class AheadKeeper:
             )
 
     def _give_way(self) -> None:
-        """Let go of this rank's memory: a newer state is kept, or a snapshot needs it, and the next
-        node still has a copy of the share."""
+        """Let go of this rank's memory: a newer state is kept or committed, or a snapshot needs it,
+        and the next node still has a copy of the share."""
         if self._newest is not None:
             self._hold.courier.give_back(self._newest.segment)
             self._newest = None
