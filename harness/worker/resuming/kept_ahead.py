@@ -14,7 +14,6 @@ from that follows when the next one is due.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ from storage.snapshots.upload import UploadJob, UploadOutcome
 from storage.tensors import dcp
 
 LEAST_S = 2.0  # between two states, whatever they cost
-FULL_S = 60.0  # the pause after some rank had no memory to spare
+FAILED_S = 60.0  # the pause after a rank could not keep its share; each time twice as long
 WORTH = 0.5  # of the interval between snapshots: a longer one between these states is of no use
 
 
@@ -76,6 +75,7 @@ class AheadKeeper:
         self._newest: AheadShare | None = None  # the one that all ranks keep
         self._asked_at = -2  # the step behind which rank 0 has last asked for a turn
         self._again_s = 0.0  # when rank 0 may ask again (perf_counter)
+        self._pause_s = FAILED_S
         self._told_s = 0.0  # the interval that was last printed
         self._cost = AheadCost()
         hold.give_way = self._give_way
@@ -136,7 +136,7 @@ class AheadKeeper:
         if not all(self._peers.gather(segment is not None)) or segment is None:
             if segment is not None:
                 self._hold.courier.give_back(segment)
-            self._again_s = time.perf_counter() + FULL_S
+            self._wait_longer()
             return
         staged = saver.begin(tensors, (), tensor_of(segment), filled=filled_of(segment))
         staged.wait()
@@ -178,13 +178,17 @@ class AheadKeeper:
         self._coming, self._rhythm.is_disturbed = None, False
         if why := next((error for _, error in every if error), ""):
             self._hold.courier.give_back(coming.segment)
-            self._again_s = math.inf  # in this world
+            self._wait_longer()
             self._peers.print(f"harness: the nodes keep no state in memory: {why}")
             return
         if self._peers.local_rank == 0:
             self._hold.courier.set_ahead(self._described(coming, lists).encode())
         self._give_way()
         self._newest = coming
+
+    def _wait_longer(self) -> None:
+        self._again_s = time.perf_counter() + self._pause_s
+        self._pause_s *= 2.0
 
     def _described(self, kept: AheadShare, lists: Sequence[str]) -> AheadState:
         records = [one for one in kept.origin.records if one.step <= kept.ref.step]
