@@ -220,7 +220,7 @@ def build(flags: Flags, run: harness.Session) -> tuple[nn.Module, int, float]:
     if sharded:
         harness.fsdp2(model, run)
     if "/" in flags.model:
-        harness.load_pretrained(model, flags.model)
+        harness.load_pretrained(model, flags.model, run)
     return model.to(run.device), parameters, flops
 
 

@@ -7,10 +7,11 @@ model unless it would anyway.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,7 +19,9 @@ from torch import nn
 from harness.core.world import BadInput
 from harness.meshes.model_shapes import ModelShape, named_shape, shape_of
 from harness.meshes.pipeline import Pipeline
+from harness.worker.gradients.parallel import local_part
 from harness.worker.gradients.sharding import Materials
+from harness.worker.process_group import is_source
 from harness.worker.training_state import state_of
 from storage.canonical_json import BadObject, parsed
 from storage.errors import NotFound
@@ -27,7 +30,11 @@ from storage.export.safetensors import SafetensorsFiles
 from storage.stores.store_urls import normalize, open_store
 from storage.tensors.loading import load_parts
 
+if TYPE_CHECKING:
+    from harness.worker.session import Session
+
 CONFIG = "config.json"
+SHOWN_S = 10.0
 _TIED = ("gpt2",)  # kinds with tied embeddings if config.json does not say
 
 
@@ -40,14 +47,16 @@ def model_shape(name: str, **other: Any) -> ModelShape:
     return replace(shape_of(_config(name)), **other)
 
 
-def load_pretrained(model: nn.Module, url: str) -> nn.Module:
+def load_pretrained(model: nn.Module, url: str, run: Session | None = None) -> nn.Module:
     """Fill the model from the safetensors in a folder or bucket, as `save_pretrained` of
     transformers (or `harness snapshots export`) writes them. Return the model.
 
     The model may be plain, sharded by `harness.fsdp2`, split by tensor parallelism, stages of a
     `harness.pipeline`, or on the meta device; its tensors have the names of `examples/models.py`,
     or Hugging Face's own. They keep their dtype. Call it before `run.prepare`: if the run has a
-    snapshot, that replaces the weights. Raises BadInput, StoreError.
+    snapshot, that replaces the weights. `run`: the session, whose first copy of the model then
+    reads for all, each rank its part, and shows the progress; `run.prepare` gives the others their
+    weights. Raises BadInput, StoreError.
     """
     config = _config(url)
     off_meta(model)
@@ -63,10 +72,41 @@ def load_pretrained(model: nn.Module, url: str) -> nn.Module:
     except ValueError as e:
         raise BadInput(f"{url}: {e}") from e
     _check(url, index, tensors)
+    if run is not None:
+        peers = run._peers
+        tensors = {
+            name: t for name, t in tensors.items() if is_source(t, peers.across, peers.copies)
+        }
+    progress = ReadingProgress(run, sum(local_part(t).nbytes for t in tensors.values()))
     with torch.no_grad():
         for name, tensor in tensors.items():
             _fill(files, index, name, tensor.detach())
+            progress.read(local_part(tensor).nbytes)
     return model
+
+
+class ReadingProgress:
+    """Shows how much of its part of the weights rank 0 has read, each `SHOWN_S` seconds. `run`:
+    None shows nothing."""
+
+    def __init__(self, run: Session | None, total_nbytes: int):
+        self._run, self._total, self._done = run, total_nbytes, 0
+        self._began_s = self._shown_s = time.monotonic()
+
+    def read(self, nbytes: int) -> None:
+        """Record that so many bytes more were read, and send a heartbeat."""
+        self._done += nbytes
+        now_s = time.monotonic()
+        if self._run is None:
+            return
+        self._run.alive()
+        if now_s - self._shown_s >= SHOWN_S:
+            self._shown_s = now_s
+            speed = self._done / (now_s - self._began_s)
+            self._run.print(
+                f"harness: {self._done / 1e9:.1f} of {self._total / 1e9:.1f} GB of the weights "
+                f"are read ({speed / 1e6:.0f} MB/s)"
+            )
 
 
 def off_meta(model: nn.Module, seed: int = 0) -> None:

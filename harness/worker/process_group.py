@@ -67,7 +67,6 @@ def same_everywhere(
     """
     if not dist.is_initialized() or dist.get_world_size(across) == 1:
         return
-    of_shards = across if copies is None else copies
     tensors: Iterable[Any] = [
         *model.parameters(),
         *model.buffers(),
@@ -75,11 +74,36 @@ def same_everywhere(
     ]
     with torch.no_grad():
         for tensor in tensors:
-            if hasattr(tensor, "to_local"):
-                if shards and of_shards is not None and dist.get_world_size(of_shards) > 1:
-                    _broadcast(tensor.to_local(), of_shards)
-            elif 0 not in tensor.stride():
-                _broadcast(tensor.detach(), across)
+            sharded = hasattr(tensor, "to_local")
+            if (shards or not sharded) and is_copied(tensor, across, copies):
+                if sharded:
+                    _broadcast(tensor.to_local(), across if copies is None else copies)
+                else:
+                    _broadcast(tensor.detach(), across)
+
+
+def is_copied(
+    tensor: Any, across: dist.ProcessGroup | None, copies: dist.ProcessGroup | None
+) -> bool:
+    """Return whether `same_everywhere` copies this tensor of a model from the first replica, or the
+    first copy, to others. Arguments are those of `same_everywhere`."""
+    if not dist.is_initialized() or dist.get_world_size(across) == 1:
+        return False
+    if hasattr(tensor, "to_local"):
+        of_shards = across if copies is None else copies
+        return of_shards is not None and dist.get_world_size(of_shards) > 1
+    return 0 not in tensor.stride()
+
+
+def is_source(
+    tensor: Any, across: dist.ProcessGroup | None, copies: dist.ProcessGroup | None
+) -> bool:
+    """Return whether this rank keeps its values of a tensor in `same_everywhere`, where others may
+    receive them. Arguments are those of `same_everywhere`."""
+    if not is_copied(tensor, across, copies):
+        return True
+    sharded = hasattr(tensor, "to_local")
+    return dist.get_rank() == _first(copies if sharded and copies is not None else across)
 
 
 def _broadcast(tensor: torch.Tensor, across: dist.ProcessGroup | None) -> None:

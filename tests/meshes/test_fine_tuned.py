@@ -15,8 +15,10 @@ pytestmark = pytest.mark.mesh
 SCRIPT = Path(__file__).parents[1] / "support" / "fine_tuned.py"
 
 
-@pytest.mark.parametrize("mesh", ["dp_shard=2,tp=2", "dp_shard=2"])
-def test_ranks_of_a_mesh_read_their_shards_and_train_on(tmp_path, mesh):
+@pytest.mark.parametrize(
+    ("mesh", "copies"), [("dp_shard=2,tp=2", 1), ("dp_shard=2", 1), ("dp_shard=2", 2)]
+)
+def test_the_first_copys_ranks_read_their_shards_and_all_train_on(tmp_path, mesh, copies):
     """The same losses as of one rank that holds it all, in half precision as it was stored; then
     the run is exported, and has learned."""
     model = tiny("llama-tiny")
@@ -24,7 +26,7 @@ def test_ranks_of_a_mesh_read_their_shards_and_train_on(tmp_path, mesh):
     flags = ("--from", tmp_path / "from")
     train(tmp_path / "one", 1, *flags, script=SCRIPT)
     run = tmp_path / "run"
-    world = 4 if "tp" in mesh else 2
+    world = 4 if "tp" in mesh else 2 * copies
     train(run, world, *flags, script=SCRIPT, env={"HARNESS_MESH": mesh})
     for r, a in zip(history(run), history(tmp_path / "one"), strict=True):
         assert r.loss == pytest.approx(a.loss, rel=1e-4)
@@ -40,6 +42,8 @@ def test_ranks_of_a_mesh_read_their_shards_and_train_on(tmp_path, mesh):
         torch.testing.assert_close(after[name], alone[name], atol=2e-4, rtol=1e-3)
     assert not torch.equal(after["model.norm.weight"], before["model.norm.weight"].float())
     reads = json.loads((tmp_path / "from/reads.json").read_text())
+    others = [reads.pop(str(rank)) for rank in range(world // copies, world)]
+    assert not any(others)  # they get their weights from the first copy
     assert 0 < max(reads.values()) < 1.1 * min(reads.values())
     whole = sum(t.nbytes for t in before.values())
     assert max(reads.values()) < 0.55 * whole  # what a rank holds, and columns of others' rows

@@ -6,6 +6,7 @@ import json
 import struct
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -204,6 +205,21 @@ def test_weights_keep_the_models_dtype_and_come_from_any_store(tmp_path):
     harness.load_pretrained(again, bucket)
     for a, b in zip(again.parameters(), model.parameters(), strict=True):
         assert a.dtype == torch.float32 and torch.equal(a, b.bfloat16().float())
+
+
+def test_a_session_shows_how_much_is_read(tmp_path, monkeypatch):
+    said, alive = [], []
+    peers = SimpleNamespace(across=None, copies=None)
+    run = SimpleNamespace(_peers=peers, print=said.append, alive=lambda: alive.append(1))
+    monkeypatch.setattr("harness.meshes.pretrained.SHOWN_S", 0.0)
+    model = tiny("llama-tiny")
+    exported(model, tmp_path / "out")
+    again = models.Transformer(harness.model_shape(str(tmp_path / "out")), 32)
+    harness.load_pretrained(again, str(tmp_path / "out"), run)
+    assert len(alive) == len(said) == len(again.state_dict())
+    assert "0.0 of 0.0 GB of the weights are read" in said[-1]
+    x = torch.randint(256, (2, 20))
+    assert torch.equal(again.eval()(x), model(x))
 
 
 def test_a_tied_head_is_the_embedding(tmp_path):

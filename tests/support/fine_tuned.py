@@ -44,7 +44,7 @@ if run.world > 1:
     sys.modules["harness.meshes.pretrained"].SafetensorsFiles = Counting
     harness.tensor_parallel(model, run, models.PLAN)
     harness.fsdp2(model, run)
-harness.load_pretrained(model, a.source)
+harness.load_pretrained(model, a.source, run)
 if run.world > 1:
     every = [None] * run.world
     torch.distributed.all_gather_object(every, read[0])
