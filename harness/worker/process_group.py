@@ -284,10 +284,10 @@ class Peers:
         self.model_mesh = _model_mesh(environ, asked_mesh, self.world)
         self.replica_ranks = _replica_ranks(environ, replica_ranks, self.model_mesh)
         self.copy_ranks = copy_ranks(self.model_mesh, self.replica_ranks)
-        self.place = self.rank % self.copy_ranks
         if self.model_mesh is not None:
             self.model_mesh.sizes(self.world)  # refuses a bad mesh before the rendezvous
         self.replicas = replicas_of(self.world, self.replica_ranks)
+        self.place = self.rank % self.copy_ranks
         mesh = self.model_mesh
         self.grouping = Grouping(self.replica_ranks) if mesh is None else mesh.grouping
         self.replica = self.grouping.replica(self.rank)
