@@ -311,6 +311,16 @@ class FleetCase:
         first, *others = (node.attempt for node in self.rented)
         return Terminate(first, CHEAPER_LATER, GRACE_S, tuple(others))
 
+    @property
+    def on_demand(self) -> bool:
+        """Return whether the whole fleet is at work on demand."""
+        return not self.rented and sum(at_work(self.view, n) for n in self.bought) >= self.most
+
+    @functools.cached_property
+    def most_on_spot(self) -> int:
+        """The greatest number of nodes that may be on spot while the others are on demand."""
+        return next((n for n in range(self.most, 0, -1) if self._safe(n)), 0)
+
     def _safe(self, nodes: int, backed: int = 0) -> bool:
         """Return `FleetHours.safe` for `nodes` nodes that are on spot or missing. `backed`: nodes
         on spot besides, whose replacements begin."""
