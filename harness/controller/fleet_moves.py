@@ -5,7 +5,9 @@ A place is worth what the rest of the run is expected to cost there, in USD: at 
 room that it is believed to have (`forecast/room_belief.py`), and with on demand for what that is
 short of. The fleet asks another place only when its own has no room for more. It goes on working
 meanwhile, and leaves as soon as enough nodes are ready there; a place that has too few is left
-alone until what was seen of it is forgotten.
+alone until what was seen of it is forgotten. A fleet on demand moves without a pause, and so also
+where little time is left: with as many nodes on spot as may be lost there, and the others on
+demand.
 
 Pure.
 """
@@ -142,9 +144,8 @@ class FleetPlaces:
         if missing > 0 and open_offers(here.view, here.spot):
             return None  # nobody knows yet how much room there is here
         hours = here.hours
-        if self.view.standing_in or (
-            hours.time - hours.work < hours.kept + (1 + BEGINS_TO_SPARE) * hours.begin
-        ):
+        late = hours.time - hours.work < hours.kept + (1 + BEGINS_TO_SPARE) * hours.begin
+        if self.view.standing_in or (late and not (here.on_demand and here.most_on_spot)):
             return None
         stay_usd = self._stay_usd(here)
         best, most_usd = None, 0.0
@@ -164,8 +165,11 @@ class FleetPlaces:
         ready = all(at_work(self.view, node) for node in away)
         spare_h = hours.time - hours.work - hours.kept
         late = not ready and spare_h < hours.begin
-        share = len(away) / here.most
-        if not late and len(away) < here.most and (room := open_offers(self.view, there.spot)):
+        spot = sum(node.offer.spot for node in away)
+        share = spot / here.most
+        if here.on_demand:
+            late = False  # it works on until the others are ready
+        if not late and len(away) < here.most and (room := self._room(here, there, spot)):
             return Launch(room[0], "the whole fleet goes there")
         if late or self._there_usd(here, there, share, self._yet_h(away, hours.begin)) >= (
             self._stay_usd(here)
@@ -196,21 +200,33 @@ class FleetPlaces:
         begun_usd = share * here.prices[1] * yet_h
         return begun_usd + here.rest_usd(share, bool(here.bought), 0.0, yet_h)
 
+    def _room(self, here: FleetCase, there: FleetCase, spot: int) -> list[Offer]:
+        """Return what may be asked for there, beside so many nodes on `spot`. A fleet on demand has
+        as many of those there as are safe, and the others on demand."""
+        most = here.most_on_spot if here.on_demand else here.most
+        room = open_offers(self.view, there.spot) if spot < most else []
+        return room or (open_offers(self.view, there.dear) if here.on_demand and spot else [])
+
     def _there_usd(self, here: FleetCase, there: FleetCase, share: float, begin_h: float) -> float:
         """Return the expected cost of the rest if `share` of the fleet begins there, and works here
-        until then."""
+        until then; with the others on demand if all of it is on demand here."""
         work = [node for node in (*here.rented, *here.bought) if at_work(self.view, node)]
         meanwhile_usd = sum(node.usd_per_h for node in (*here.rented, *here.bought)) * begin_h
         begun_usd = share * there.prices[1] * begin_h
+        if here.on_demand:
+            begun_usd += (1 - share) * there.prices[0] * begin_h
         done_h = len(work) / here.most * begin_h
-        return meanwhile_usd + begun_usd + there.rest_usd(share, False, done_h, begin_h)
+        rest_usd = there.rest_usd(share, here.on_demand, done_h, begin_h)
+        return meanwhile_usd + begun_usd + rest_usd
 
     def _gain_usd(self, here: FleetCase, there: FleetCase, stay_usd: float) -> float:
         """Return what it is worth to ask another place: what a move saves, where enough nodes can
         be had there, less what is paid for those that are too few."""
         begin_h, gain_usd = there.hours.begin, 0.0
         move_usd = self._worth.move_usd(there.spot[0]) + WORTH_IT * begin_h * here.prices[1]
-        for share, chance in there.room.chances():
+        most = here.most_on_spot / here.most if here.on_demand else 1.0
+        for room, chance in there.room.chances():
+            share = min(room, most)
             if share <= 0 or chance <= 0.01:
                 continue
             usd = self._there_usd(here, there, share, begin_h) + move_usd

@@ -175,8 +175,8 @@ class FleetAtPrice:
 
 GRACE_S = 300.0  # for a node that is released to snapshot and leave
 SAFE = 1.1  # the usual changeover times this is reserved for the last one
-# Prior: preemptions of one node per hour. It weighs as much as so many observed losses.
-USUAL_LOSS_PER_H, USUAL_LOSSES = 0.2, 2.0
+# Prior: preemptions of one node per hour. It weighs as much as so many observed strikes.
+USUAL_LOSS_PER_H, USUAL_STRIKES = 0.2, 2.0
 # Prior: nodes that are taken at once, on average; it weighs as much as one strike. Of a large fleet
 # a strike takes more, but fewer than in proportion: the root of its nodes. Reserves of time do not
 # rely on that.
@@ -311,6 +311,16 @@ class FleetCase:
         first, *others = (node.attempt for node in self.rented)
         return Terminate(first, CHEAPER_LATER, GRACE_S, tuple(others))
 
+    @property
+    def on_demand(self) -> bool:
+        """Return whether the whole fleet is at work on demand."""
+        return not self.rented and sum(at_work(self.view, n) for n in self.bought) >= self.most
+
+    @functools.cached_property
+    def most_on_spot(self) -> int:
+        """The greatest number of nodes that may be on spot while the others are on demand."""
+        return next((n for n in range(self.most, 0, -1) if self._safe(n)), 0)
+
     def _safe(self, nodes: int, backed: int = 0) -> bool:
         """Return `FleetHours.safe` for `nodes` nodes that are on spot or missing. `backed`: nodes
         on spot besides, whose replacements begin."""
@@ -421,7 +431,9 @@ class FleetCase:
     @functools.cached_property
     def _loss_per_h(self) -> float:
         node_h, losses = self._node_h
-        return (USUAL_LOSSES + losses) / (USUAL_LOSSES / USUAL_LOSS_PER_H + node_h)
+        # nodes that are taken at once are one observation
+        weight = USUAL_STRIKES * max(1.0, self._at_once(USUAL_AT_ONCE))
+        return (weight + losses) / (weight / USUAL_LOSS_PER_H + node_h)
 
     def _at_once(self, usual: float) -> float:
         """Return how many nodes are taken at once on average here. `usual`: in other places."""

@@ -21,7 +21,7 @@ from harness.core.estimates import CapacitySeen, Estimates, Spell
 from harness.core.facts import Decided, LeaseTaken, Stamped
 from harness.core.world import Launch, Offer, Terminate, Wait
 from harness.ledger.attempts import AttemptHistory
-from harness.testing.situations import situation, up
+from harness.testing.situations import pending, situation, up
 
 HOUR = 3600.0
 SPOT, OTHER = Offer(1.0, "a", place="a"), Offer(1.5, "b", place="b")
@@ -175,6 +175,35 @@ def test_the_last_call_counts_the_move_to_where_on_demand_is_cheaper():
 def test_a_large_fleet_tries_spot_though_a_loss_takes_work_of_all():
     told = known(4.0 * 64, 8.0, lost_s=600.0)
     assert deadline(of(max_nodes=64, known=told)).offer == SPOT
+
+
+def test_a_fleet_on_demand_goes_where_spot_is_with_no_more_nodes_on_it_than_may_be_lost():
+    there, dear = Offer(1.0, "b", place="b"), Offer(3.0, "b/on-demand", False, place="b")
+    offers, bought = (SPOT, there, DEAR, dear), [up(i, DEAR) for i in (1, 2, 3, 4)]
+
+    def decide(*away, spare_h=0.16):
+        view = of(*bought, *away, offers=offers, max_nodes=4, blocked={"a": 2000.0})
+        return deadline(dataclasses.replace(view, known=known(40.0, 10.0 + spare_h)))
+
+    # a begin takes 0.2 h at most: three of four nodes may be lost
+    rented = [up(i, there) for i in (5, 6, 7)]
+    for some in ([], rented[:1], rented[:2]):
+        assert decide(*some).offer == there
+    assert decide(*rented).offer == dear
+    left = decide(*rented, up(8, dear))
+    assert isinstance(left, Terminate) and (left.attempt, *left.also) == (1, 2, 3, 4)
+    assert isinstance(decide(*rented, pending(8, dear)), Wait)  # it works on until all are ready
+    assert isinstance(decide(spare_h=0.04), Wait)  # none may be lost
+
+
+def test_nodes_that_are_taken_at_once_are_one_observation():
+    """A fleet that was struck once waits for spot; one that lost as many nodes one by one takes on
+    demand."""
+    times = {"losses": 16, "node_s": 16 * HOUR, "room": 0, "room_s": 1000.0}
+    for strikes, decision in ((1, Wait), (16, Launch)):
+        told = known(160.0, 11.5, capacity={"a": CapacitySeen(False, strikes=strikes, **times)})
+        view = of(max_nodes=16, known=told, blocked={"a": 2000.0})
+        assert isinstance(deadline(view), decision), strikes
 
 
 # ---- prices that move ----------------------------------------------------------------------------
