@@ -13,14 +13,13 @@ from functools import cached_property
 
 from harness.bucket.layout import Epoch
 from harness.core import step_records as rec
-from storage.canonical_json import canonical, digest
 from storage.snapshots.manifest import Manifest, PartList, Ref
 
 
 @dataclass(frozen=True)
 class AheadState:
-    """See the module. `behind` and `records`: as in `StateOrigin` and encoded; `told`: the part
-    lists of all ranks, in rank order, as JSON; `content`: hash of these."""
+    """See the module. `behind` and `records`: as in `StateOrigin`, the latter encoded; `told`: the
+    part lists of all ranks, in rank order, as JSON."""
 
     run: str
     phase: int
@@ -29,7 +28,6 @@ class AheadState:
     behind: tuple[str, ...]
     records: str
     told: tuple[str, ...] = field(default=(), repr=False)
-    content: str = ""
 
     @property
     def ref(self) -> Ref:
@@ -49,8 +47,8 @@ class AheadState:
         return rec.decode(self.records.encode(), "the state that nodes keep")
 
     def head(self) -> AheadState:
-        """Return it without the records and part lists, which are large, but with their hash."""
-        return replace(self, records="", told=(), content=digest(canonical([*self.told])))
+        """Return it without the records and part lists, which are large."""
+        return replace(self, records="", told=())
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
