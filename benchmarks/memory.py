@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,11 @@ def measured(flags: argparse.Namespace, run: str, total: int) -> dict[str, Any]:
     for rank in range(flags.ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         ranks.append(subprocess.Popen(argv, env=os.environ | usual | own))
-    if any(codes := [rank.wait() for rank in ranks]):
+    while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+        time.sleep(0.05)
+    if any(codes):
+        for rank in ranks:  # which wait for the one that has failed
+            rank.kill()
         raise SystemExit(f"ranks failed: {codes}")
     said: dict[str, Any] = json.loads(out.read_text())
     return said
