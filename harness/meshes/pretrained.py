@@ -21,7 +21,7 @@ from harness.meshes.model_shapes import ModelShape, named_shape, shape_of
 from harness.meshes.pipeline import Pipeline
 from harness.worker.gradients.parallel import local_part
 from harness.worker.gradients.sharding import Materials
-from harness.worker.process_group import is_source
+from harness.worker.process_group import is_source, same_everywhere
 from harness.worker.training_state import state_of
 from storage.canonical_json import BadObject, parsed
 from storage.errors import NotFound
@@ -54,9 +54,9 @@ def load_pretrained(model: nn.Module, url: str, run: Session | None = None) -> n
     The model may be plain, sharded by `harness.fsdp2`, split by tensor parallelism, stages of a
     `harness.pipeline`, or on the meta device; its tensors have the names of `examples/models.py`,
     or Hugging Face's own. They keep their dtype. Call it before `run.prepare`: if the run has a
-    snapshot, that replaces the weights. `run`: the session, whose first copy of the model then
-    reads for all, each rank its part, and shows the progress; `run.prepare` gives the others their
-    weights. Raises BadInput, StoreError.
+    snapshot, that replaces the weights. `run`: the session; with it all ranks call this together,
+    those of the first copy of the model read for all, each its part, and the progress is shown.
+    Raises BadInput, StoreError.
     """
     config = _config(url)
     off_meta(model)
@@ -82,6 +82,8 @@ def load_pretrained(model: nn.Module, url: str, run: Session | None = None) -> n
         for name, tensor in tensors.items():
             _fill(files, index, name, tensor.detach())
             progress.read(local_part(tensor).nbytes)
+    if run is not None:
+        same_everywhere(model, peers.across, peers.copies)
     return model
 
 

@@ -496,11 +496,11 @@ class Training:
             fits = isinstance(self.strategy, Replicated | Single) and all(
                 hasattr(self._saved[name], ALONE) for name in self._per_rank
             )
-        return (
-            self.model is not None
-            and fits
-            and all(isinstance(one, torch.optim.Optimizer) for one in self.optimizers)
+        whole = all(
+            isinstance(one, torch.optim.Optimizer) and not hasattr(one, "as_stepped")  # ZeRO-1
+            for one in self.optimizers
         )
+        return self.model is not None and fits and whole
 
     @property
     def told_alone(self) -> set[str]:
